@@ -1,4 +1,4 @@
-// From a name and its parameters to an optimizer of the 1-bit family.
+// Makes an optimizer of the 1-bit family from a name and its values; all others are made in optim/optimizer_factory.h.
 #pragma once
 
 #include <memory>

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include "optim/chunked_update.h"
 #include "optim/rounded_sqrt.h"
-#include "optim/slice_update.h"
 
 namespace ds::compression {
 

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::compression {
 

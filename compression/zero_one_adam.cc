@@ -11,7 +11,7 @@
 
 #include "compression/frozen_variance.h"
 #include "core/check.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::compression {
 

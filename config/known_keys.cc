@@ -1,3 +1,5 @@
+// The list of all keys, derived from the describe() functions of the sections. A new key needs nothing here; a new
+// section that is a std::optional gets a line in known_keys().
 #include <algorithm>
 #include <memory>
 #include <utility>

@@ -1,3 +1,5 @@
+// The keys of zero_optimization: names and checks. Their defaults are in the structs of dsengine/config_parallel.h, and
+// config/plan decides with them: reduce_bucket_size limits buckets there, which zero/partition.cc cuts.
 #include "dsengine/config_parallel.h"
 
 #include "config/describe.h"

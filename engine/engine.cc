@@ -11,7 +11,7 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
   impl_->saves.end();
-  if (impl_->step) impl_->step->late().tell_unjudged();
+  if (impl_->step) impl_->step->late().log_unjudged();
   if (impl_->comms) impl_->comms->end();
   impl_->update.reset();                        // it uses the optimizer
   if (impl_->shown) impl_->shown->take_back();  // it ends between backward() and step()

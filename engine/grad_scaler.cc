@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "comm/gradient_groups.h"
+#include "comm/slice_group.h"
 #include "core/check.h"
 #include "optim/loss_scaler.h"
 
@@ -105,7 +105,7 @@ struct GradScaler::Impl {
     if (options.process_group) return options.process_group;
     for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        if (auto found = comm::gradient_group_of(parameter)) return found;
+        if (auto found = comm::slice_group_of(parameter)) return found;
       }
     }
     return nullptr;

@@ -14,7 +14,7 @@
 #include "core/memory/storage_memory.h"
 #include "core/tensor_check.h"
 #include "model/state/tensor_parts.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::loops {
 namespace {

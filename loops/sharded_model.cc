@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "comm/gradient_groups.h"
+#include "comm/slice_group.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
@@ -125,7 +125,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   held_.assign(all_buckets(), 0);
   leaves_ = slice_leaves(state_);
   for (const SliceLeaf& leaf : leaves_) {
-    comm::note_gradient_group(leaf.tensor, ranks_.tensor ? ranks_.world : ranks_.shards);
+    comm::note_slice_group(leaf.tensor, ranks_.tensor ? ranks_.world : ranks_.shards);
   }
 }
 

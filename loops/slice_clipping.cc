@@ -1,5 +1,6 @@
-// Gradient norms over slices: every element of the model belongs to one rank, and padding has no gradient. A parameter
-// that is replicated along a tensor axis counts on the first rank of the axis.
+// clip_grad_norm_() of fully_shard: gradient norms over slices, and the rule of optim/clip.h. Every element of the
+// model belongs to one rank, and padding has no gradient. A parameter that is replicated along a tensor axis counts on
+// the first rank of the axis.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 

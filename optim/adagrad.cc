@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "core/check.h"
+#include "optim/chunked_update.h"
+#include "optim/cpu_update.h"
 #include "optim/device_update.h"
 #include "optim/kernels/adagrad_kernel.h"
-#include "optim/slice_update.h"
-#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 

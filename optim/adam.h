@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "optim/cpu_update.h"
 #include "optim/kernels/adam_kernel.h"
 #include "optim/shard_optimizer.h"
-#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 

@@ -21,13 +21,14 @@ namespace ds::optimizers {
 
 class ClientOptimizer final : public SliceOptimizer {
  public:
-  // What it has had for a parameter until now: tensors by name, of the elements that this rank has of it, flat.
+  // Returns the states that the optimizer has had for a parameter until now, by name: flat tensors of the elements that
+  // this rank has.
   using Previous = std::function<NamedStates(int parameter)>;
 
-  // `states`: of its groups. Slices of group `states.size()` are not its own, and stay as they are.
+  // `states`: one for each of its groups. Slices of group `states.size()` are not its own, and stay as they are.
   ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> client, std::vector<ClientState> states, Previous previous);
 
-  // Once all slices are added: they take the places of the parameters. `steps`: that it has made before.
+  // Puts the slices, all of which are added, in the places of the parameters. `steps`: how many it has made before.
   void hold(int64_t steps);
 
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
@@ -41,13 +42,14 @@ class ClientOptimizer final : public SliceOptimizer {
 
  private:
   const ClientState* kind_of(const Slice& slice) const;
-  // Its entry for a slice, with the tensors that are kept here.
+  // Makes its entry for a slice, with the tensors that are kept here.
   void begin_state(int64_t index);
   void take_over(int64_t index) const;
   // Tensors that a step has made are kept here, in memory that was foreseen for them.
   void adopt(int64_t index);
-  // Of a class of the program's (ClientState::is_written), the state has tensors of its own, and those here are copies:
-  // as it is now, where somebody has asked for them since the last step; and back, where somebody has changed them.
+  // The state of a class of the program's (ClientState::is_written) has tensors of its own, and those here are copies.
+  // The first function reads the state into them, where somebody has asked for them since the last step. The second
+  // writes them back, where somebody has changed them.
   void read_written(int64_t index);
   void write_changed(int64_t index, int64_t steps);
   uint64_t versions_of(int64_t index) const;

@@ -1,5 +1,5 @@
-// The update of slices on a device, on raw memory: a table of functions of the device's library
-// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
+// The table of the GPU kernels that update slices, on raw memory. The device's library fills it
+// (core/device_functions.h), and device_update.h calls it. Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ struct DeviceSlice {
   int64_t numel = 0;
 };
 
-// What all gradients of a launch are multiplied by, and whether it changes anything.
+// The factor of all gradients of a launch, and whether the launch changes anything.
 struct UpdateScale {
   float factor = 1.0F;
   const float* device_factor = nullptr;  // in the device's memory, multiplied in; null: 1
-  const float* skip = nullptr;           // in the device's memory; not 0: the launch changes nothing; null: it does
+  const float* skip = nullptr;           // in the device's memory; not 0: the launch changes nothing; null: 0
 };
 
 // Each function updates `count` slices, each by coefficients of its own, in one pass over their memory and as few

@@ -1,4 +1,7 @@
-// The update of several slices on a device, by the kernels of optim/device_kernels.
+// The update of several slices on a GPU in one launch, by the kernels of optim/device_kernels.h.
+//
+// It serves SliceOptimizer::update_all(). Single slices and slices on a CPU are updated by cpu_update.h, and dtypes
+// that no kernel knows by chunked_update.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,33 +11,33 @@
 #include <utility>
 #include <vector>
 
+#include "optim/cpu_update.h"
 #include "optim/device_kernels.h"
 #include "optim/shard_optimizer.h"
 #include "optim/step_scale.h"
-#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 
-// Whether there are kernels that update this master: of a type that kernels know, on a CUDA device, contiguous.
+// Whether kernels can update this master: its dtype is one that they know, it is on a CUDA device, and contiguous.
 bool kernels_take(const at::Tensor& master);
-// The same for all tensors of an update: states, gradient and copy, too, on the master's device.
+// Whether kernels can update this slice: its master, states, gradient and copy, all on one device.
 bool kernels_take(const SliceTensors& slice);
-// The same for kernels that know float32 masters and states alone.
+// Whether kernels that know only float32 masters and states can update this slice.
 bool wide_kernels_take(const SliceTensors& slice);
-// Throws InternalError where `scale` is the device's: the caller works with the host's factor.
+// Throws InternalError where `scale` has numbers that only the device knows: the caller works with the host's factor.
 void require_host_scale(const StepScale& scale);
 
-// give(scale, stream) of the current stream of `device` -> why the work could not be given, or null. Throws ConfigError
-// then.
+// Calls give(scale, stream) with the current stream of `device`. It returns why the work could not be given, or null.
+// Throws ConfigError with that reason.
 void give_to_device(at::Device device, const StepScale& scale,
                     const std::function<const char*(const UpdateScale& scale, void* stream)>& give);
 
-// What is given to one call of a kernel.
+// The slices that one call of a kernel updates.
 class DeviceBatch {
  public:
   void add(const SliceTensors& slice);
   bool empty() const { return slices_.empty(); }
-  // As give_to_device().
+  // Calls the kernel, and returns why the work could not be given, or null.
   using Give =
       std::function<const char*(const DeviceSlice* slices, int64_t count, const UpdateScale& scale, void* stream)>;
   void run(const StepScale& scale, const Give& give) const;
@@ -44,8 +47,8 @@ class DeviceBatch {
   std::vector<DeviceSlice> slices_;
 };
 
-// SliceOptimizer::update_all for an optimizer whose rule has a kernel. describe(update) -> {SliceTensors,
-// Coefficients}, which checks the update too; one(update) is update_into() of a slice that no kernel takes.
+// Implements SliceOptimizer::update_all() for an optimizer that has a kernel. `describe` checks an update and returns
+// its SliceTensors and Coefficients; `one` makes the update of a slice that no kernel takes.
 template <class Coefficients, class Describe, class One>
 void update_together(const std::vector<SliceUpdate>& updates, const StepScale& scale,
                      DeviceUpdate<Coefficients> UpdateDeviceKernels::*kernel, const Describe& describe,

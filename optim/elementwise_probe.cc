@@ -83,7 +83,7 @@ class Emptied {
     return at::cat(flat);
   }
 
-  // As stepped() in a row, but that a state which was written goes on in the place of an earlier one.
+  // Steps in a row as stepped() does, but puts a state that was written in the place of an earlier one.
   at::Tensor stepped_from_written() {
     const std::vector<at::Tensor> parameters = begin(in_a_row(values_of(kSmall, -1)));
     StateOwner early;
@@ -98,7 +98,7 @@ class Emptied {
     return parameters.front().detach();
   }
 
-  // What it keeps of the tensor of the last run, in a row. The text: why slices cannot have it.
+  // Returns the state that the optimizer keeps for the tensor of the last run, in a row, and why slices cannot have it.
   std::pair<ClientState, std::string> state() const {
     const auto found = optimizer_.state().find(last_.unsafeGetTensorImpl());
     if (found == optimizer_.state().end() || !found->second) return {};
@@ -144,7 +144,8 @@ class Emptied {
       if (in_turn) parameters[i].mutable_grad() = at::Tensor();
     }
   }
-  // Of a class of the program's: known where it writes tensors of the elements and counts of steps alone.
+  // Completes the state of a class of the program's. It is known where it writes only tensors of the elements and
+  // counts of steps.
   ClientState written(ClientState state) const {
     const std::optional<WrittenState> values = written_state(*state.prototype);
     state.is_written = true;
@@ -215,7 +216,7 @@ std::string problem_of_few(Emptied& probe, ClientState& state) {
   return {};
 }
 
-// Likewise of many, and of large ones.
+// Looks for a problem with many tensors, and with large ones.
 std::string problem_of_many(Emptied& probe) {
   const Shape matrix = [](const at::Tensor& values) {
     return std::vector<at::Tensor>{values.view({kLarge.rows, kLarge.columns})};

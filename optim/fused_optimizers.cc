@@ -18,7 +18,7 @@
 namespace ds {
 namespace {
 
-// What one call of the kernel takes: of one device, dtype and number of steps.
+// The tensors of one call of the kernel, which share device, dtype and number of steps.
 struct Batch {
   std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
 };

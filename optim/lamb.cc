@@ -6,8 +6,8 @@
 
 #include <utility>
 
+#include "optim/cpu_update.h"
 #include "optim/device_update.h"
-#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 namespace {

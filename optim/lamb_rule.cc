@@ -11,8 +11,8 @@
 
 #include "core/check.h"
 #include "optim/bucket_parameters.h"
+#include "optim/chunked_update.h"
 #include "optim/rounded_sqrt.h"
-#include "optim/slice_update.h"
 
 namespace ds::optimizers {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <utility>
 
+#include "optim/chunked_update.h"
+#include "optim/cpu_update.h"
 #include "optim/device_update.h"
 #include "optim/kernels/lion_kernel.h"
-#include "optim/slice_update.h"
-#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 namespace {

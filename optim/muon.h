@@ -54,7 +54,7 @@ class Muon final : public CopyingOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
-  // The same update by kernels of the device.
+  // Updates the matrices of a slice as the function above does, by kernels of the GPU.
   void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
                                 const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.

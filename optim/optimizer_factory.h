@@ -1,4 +1,5 @@
-// From a name and its parameters to an optimizer.
+// Makes an optimizer of slices from a name and its values, without a config. Those of the 1-bit family are made in
+// compression/compressed_factory.h. engine/setup/optimizer_setup.h calls both with a config's optimizer section.
 #pragma once
 
 #include <memory>
@@ -11,22 +12,24 @@
 
 namespace ds::optimizers {
 
+// The type and the values that an optimizer is made from.
 struct OptimizerOptions {
   std::string type = "AdamW";  // a name of optimizer_table(), in any case
   std::vector<GroupOptions> groups = {GroupOptions{}};
   // Each optimizer reads its own fields, except for those that groups have (lr, weight_decay, betas, momentum, eps).
   OptimizerParams values = {};
-  // Muon, by parameter: the number of rows that are made orthogonal by themselves; 0, or no entry: all rows together.
+  // By parameter, for Muon: the number of rows that are made orthogonal by themselves; 0, or no entry: all rows
+  // together.
   std::vector<int64_t> block_rows = {};
 };
 
-// The values of a group when the config says nothing: the defaults of optimizer_table(). Throws ConfigError for an
-// unknown type.
+// Returns the values of a group when the config says nothing: the defaults of optimizer_table(). Throws ConfigError for
+// an unknown type.
 GroupOptions default_group_options(const std::string& type);
-// The defaults of Muon's groups for the parameters that it leaves to AdamW.
+// Returns the defaults of Muon's groups for the parameters that it leaves to AdamW.
 GroupOptions default_aux_adam_options();
 
-// Lamb's rule, which OneBitLamb shares.
+// Returns Lamb's rule, which OneBitLamb shares.
 LambRule lamb_rule(const OptimizerParams& values);
 
 // Throws ConfigError for no group, or values that torch.optim refuses.

@@ -1,5 +1,10 @@
-// The optimizers of a ds_config: one row for each type, with all that sections, plan, factories and messages have to
-// know of it. An optimizer is added by a row here and a line in the factory that makes it. Torch-free.
+// The table of optimizers: one row for each type, with everything that config sections, plan, factories and messages
+// have to know about it. Torch-free.
+//
+// A new optimizer touches five source files. Two are new, its optim/NAME.h and optim/NAME.cc. Three change: this header
+// (a value of OptimizerType), optimizer_table.cc (its row), and optimizer_factory.cc, which makes it. One that
+// compresses what ranks exchange is made by compression/compressed_factory.cc instead. A key that no other optimizer
+// has also needs a field of OptimizerParams (dsengine/config_training.h). CONTRIBUTING.md has tests and pages.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +42,7 @@ enum class OptimizerType : uint8_t {
   kZeroOneAdam
 };
 
+// A row of the table.
 struct OptimizerDescription {
   OptimizerType type;
   std::string name;  // the canonical spelling of optimizer.type
@@ -77,7 +83,7 @@ bool updates_alone(const OptimizerDescription& row);
 // Counts the state tensors of optimizer `name`, as OptimizerDescription::state_tensors does; 0 for unknown names.
 int64_t state_tensors_of(std::string_view name, const OptimizerParams& params);
 
-// The values of a parameter group that `params` gives.
+// Returns the values of a parameter group that `params` gives.
 GroupOptions group_options(const OptimizerParams& params);
 
 }  // namespace optimizers

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "optim/chunked_update.h"
 #include "optim/device_update.h"
-#include "optim/slice_update.h"
 
 namespace ds::optimizers {
 

@@ -9,8 +9,8 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "optim/chunked_update.h"
 #include "optim/device_update.h"
-#include "optim/slice_update.h"
 
 namespace ds::optimizers {
 namespace {

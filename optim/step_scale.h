@@ -1,4 +1,5 @@
-// The factor by which a step multiplies its gradients, and whether the step changes anything at all.
+// The factor by which a step multiplies its gradients (the clip factor of optim/clip.h over the loss scale), and
+// whether the step changes anything at all.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -8,7 +8,8 @@
 
 namespace ds::optimizers {
 
-// What cycles beside the learning rate: the groups' beta1 where the optimizer has betas, else their momentum.
+// The number that cycles beside the learning rate: the groups' beta1 where the optimizer has betas, else their
+// momentum.
 class CycledMomentum {
  public:
   // Off without `wanted`. Throws ConfigError where the optimizer has neither: momentum 0 in a group.

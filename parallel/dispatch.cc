@@ -29,7 +29,7 @@ RuleTable all_rules() {
   return result;
 }
 
-// What is known of an operator.
+// The rule for an operator, and whether LibTorch composes it of others.
 struct KnownOperator {
   Rule rule;
   bool composite = false;
@@ -93,11 +93,11 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return result;
 }
 
-// What all ranks have to bring alike.
+// Notes the data that all ranks have to bring alike.
 void note_data(const Call& call) {
   for (size_t i = 0; i < call.arguments(); ++i) {
     const at::Tensor tensor = call.given(i);
-    // What is written may hold anything before.
+    // A tensor that is only written may hold anything before.
     if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0 || call.changes(i))
       continue;
     call.axis()->note_data(tensor);

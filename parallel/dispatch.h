@@ -1,23 +1,24 @@
-// How operators on split tensors are computed: one boxed fallback under the key of split tensors, for all of them.
+// Decides how an operator on split tensors is computed. One boxed fallback, registered in LibTorch's dispatcher under
+// the key of split tensors, gets every such operator. Rules for single operators are in parallel/rules.
 //
-// For each operator, the first that applies:
+// The fallback takes the first of these ways that applies:
 //
-//   1. an argument is a partial sum, whose addends are still apart on the ranks: run_on_addends()
-//   2. no argument is cut: LibTorch's operator as it is
-//   3. our rule (parallel/rules)
-//   4. LibTorch's own decomposition into simpler operators
-//   5. the full tensors are gathered and the operator runs on these: always right, and costs memory
+//   1. An argument is a partial sum, whose addends are still apart on the ranks: run_on_addends().
+//   2. No argument is cut: LibTorch's operator runs as it is.
+//   3. A rule of ours knows the operator (parallel/rules/rules.h).
+//   4. LibTorch decomposes the operator into simpler ones.
+//   5. The full tensors are gathered and the operator runs on them, which is always right and costs memory.
 //
-// Split tensors are explained in core/split/split_tensor.h, their axis in parallel/axis/axis.h. Operators on split
-// tensors are collective: every rank of the axis calls them in the same order.
+// core/split/split_tensor.h explains split tensors, parallel/axis/axis.h the ranks that they are split over (the tensor
+// axis). Operators on split tensors are collective: every rank of the axis calls them in the same order.
 #pragma once
 
 #include "parallel/axis/axis.h"
 
 namespace ds::parallel {
 
-// Registers the fallback in LibTorch's dispatcher, for the rest of the process. Called with the first axis longer than
-// one rank; before, no operator pays for it. Any thread.
+// Registers the fallback for the rest of the process. Called for the first axis of more than one rank; until then no
+// operator pays for it. Any thread.
 void register_split_operators();
 
 }  // namespace ds::parallel

@@ -1,4 +1,4 @@
-// What programs ask of scores over a vocabulary that is cut.
+// Functions for programs that have scores over a vocabulary that is cut.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/cross_entropy_loss.h>

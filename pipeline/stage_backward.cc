@@ -28,7 +28,7 @@ variable_list execute(const edge_list& roots, const variable_list& gradients, bo
                                                                accumulate, outputs);
 }
 
-// What a graph task wants to reach, so that it runs.
+// A node that a graph task wants to reach, so that it runs.
 class Goal : public Node {
  public:
   Goal() { add_input_metadata(at::zeros({1})); }
@@ -83,7 +83,7 @@ bool runs_in_parts(Node& node) {
 
 }  // namespace
 
-// What the graph allows.
+// How the graph can be split into two passes.
 struct StageBackward::Split {
   bool possible = false;
   std::vector<Joint> joints;
@@ -121,7 +121,7 @@ bool StageBackward::can_split() {
     if (leads) spine.insert(node.get());
   }
   const auto leaves_spine = [&](const Edge& edge) { return edge.function && !spine.contains(edge.function.get()); };
-  // What nodes that run once lead to gets its gradient in the first pass, from all that lead to it.
+  // A node that nodes which run once lead to gets its gradient in the first pass, from all that lead to it.
   std::unordered_set<Node*> now;
   std::set<std::pair<Node*, uint32_t>> seen;
   for (const auto& node : order) {

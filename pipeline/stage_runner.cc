@@ -82,7 +82,7 @@ bool StageRunner::here(const Run& run, int stage) const {
   return run.schedule.rank_of.at(static_cast<size_t>(stage)) == ranks_.rank();
 }
 
-// Of a message about the output of stage `made_by`, to or from the rank of stage `neighbour`.
+// Returns the route of a message about the output of stage `made_by`, to or from the rank of stage `neighbour`.
 StageMessages::Route StageRunner::route(const Run& run, const Action& action, int made_by, int neighbour) const {
   return {made_by, action.micro_batch, run.schedule.rank_of.at(static_cast<size_t>(neighbour))};
 }

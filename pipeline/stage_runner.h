@@ -1,7 +1,8 @@
-// Executes one rank's list of actions (schedule.h) on the stages of a PipelineModule.
+// Executes the schedule of a pipeline: one rank's list of actions (schedule/schedule.h), on the stages of a
+// PipelineModule. The orders themselves (1F1B and others) are made in schedule/compute_order.cc.
 //
-// Sends and receives run beside the computation; what a stage waits for is the arrival of its own input. A micro-batch
-// keeps the graph of its stage from forward to the end of its backward, not the stage's outputs.
+// Sends and receives run beside the computation; a stage waits only for its own input. A micro-batch keeps the autograd
+// graph of its stage from forward to the end of its backward, and not the values of its outputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,44 +22,48 @@
 
 namespace ds::pipeline {
 
-// The parts of training that the runner does not know.
+// The parts of training that the runner leaves to its caller.
 struct StageCallbacks {
-  // Called once for each micro-batch, also where first and last stage are on one rank.
+  // Returns the next micro-batch. Called once for each, also where the first and the last stage are on one rank.
   BatchSource next;
-  // The tensor that backward starts from: the loss, scaled.
+  // Returns the scaled loss, from which backward starts.
   std::function<at::Tensor(const at::Tensor& loss)> root;
-  // Runs `pass`, which adds to gradients of weights of `action`'s stage; `last`: none of this rank follows in this
-  // batch.
+  // Runs `pass`, a backward pass that adds to the gradients of weights of the action's stage. `last`: it is this rank's
+  // last such pass in the batch, so that gradients are complete after it.
   std::function<void(const Action& action, bool last, const std::function<void()>& pass)> accumulate;
-  // Runs `pass`, a backward pass that makes gradients of a stage's inputs alone.
+  // Runs `pass`, a backward pass that makes gradients of a stage's inputs and of no weights.
   std::function<void(const std::function<void()>& pass)> inputs_only;
 };
 
+// An action and when it ran.
 struct TracedAction {
   Action action;
   double start = 0;  // seconds on the host's steady clock
   double end = 0;
 };
 
+// Runs the batches of one rank. Used by one thread.
 class StageRunner {
  public:
-  // All outlive the runner. `module` is built. Collective over `ranks`.
+  // `module`, which is built, and `ranks` outlive the runner. Collective over `ranks`.
   StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
 
+  // The results of the last stage for a batch.
   struct Result {
-    // The loss of each micro-batch, in order, on the rank of the last stage; else empty. Detached scalars.
+    // The loss of each micro-batch, in order, as detached scalars; empty on ranks without the last stage.
     Tensors losses;
-    // Inference with `keep_outputs`: the last stage's outputs of each micro-batch.
+    // The outputs for each micro-batch; filled by inference with `keep_outputs`.
     std::vector<Tensors> outputs;
   };
-  // `schedule` is sound. Its last actions, REDUCE, REDUCE_TIED and STEP, are for the caller to do then. A schedule of
-  // inference runs without gradients; `with_loss`: its losses are computed. After an exception a pipeline of several
-  // ranks cannot be used again, for messages of the batch may be under way: then it throws UsageError.
+  // Runs one batch by `schedule`, which is sound (schedule_check.h). The actions at its end, REDUCE, REDUCE_TIED and
+  // STEP, are left to the caller. A schedule of inference runs without gradients, and computes losses if `with_loss`.
+  // After an exception a pipeline of several ranks cannot be used again, because messages may be under way: run() then
+  // throws UsageError.
   Result run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss = true,
              bool keep_outputs = false);
 
-  // From now on the compute actions of each batch are recorded, in place of those of the batch before. On an
-  // accelerator each then ends with a wait for the device.
+  // Turns recording on or off. traced() then has the compute actions of the last batch; on an accelerator each of them
+  // ends with a wait for the device.
   void trace(bool on) { traces_ = on; }
   const std::vector<TracedAction>& traced() const { return traced_; }
   StageMessages& messages() { return messages_; }
@@ -89,7 +94,7 @@ class StageRunner {
   comm::Communicator& ranks_;
   at::Device device_;
   StageMessages messages_;
-  std::string failure_;  // what the batch said that ended in an exception; empty: none did
+  std::string failure_;  // the message of the exception that ended a batch; empty: none did
   bool traces_ = false;
   std::vector<TracedAction> traced_;
 };

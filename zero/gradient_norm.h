@@ -1,4 +1,4 @@
-// Norms of flat gradients.
+// Norms of flat gradients. The norm over all ranks is model/state/finished_gradients.h, clipping by it optim/clip.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,9 +7,9 @@
 
 namespace ds::zero {
 
-// Sum of the squares of all elements, accumulated in float64 in an order that does not depend on threads. Not finite
-// when an element is not finite. Any floating dtype, any device; no copy of the whole tensor is made, on a device
-// copies of 2^24 elements.
+// Returns the sum of the squares of all elements, accumulated in float64 in an order that does not depend on threads.
+// Not finite when an element is not finite. Any floating dtype, any device; no copy of the whole tensor is made, on a
+// device copies of 2^24 elements.
 double sum_of_squares(const at::Tensor& flat);
 
 // The same for several tensors. A device is waited for once, in total(); there sums of 65,536 elements are in float32,

@@ -1,4 +1,5 @@
-// The layout of parameters in buckets and of buckets in slices. Pure arithmetic, torch-free.
+// The layout of parameters in buckets and of buckets in slices. config/plan limits buckets by reduce_bucket_size. Pure
+// arithmetic, torch-free.
 //
 // A bucket is a flat buffer of parameters that share group, dtype and trainability, cut at module boundaries. It is
 // split into W equal slices; slice r belongs to rank r (the partitioning of ZeRO, Rajbhandari et al., arXiv:1910.02054,

@@ -1,6 +1,8 @@
-// Makes the plan: pure functions of config, ranks and model, which open no file. Torch-free.
+// Makes a Plan, whose fields are declared in include/dsengine/plan.h: pure functions of config, ranks and model, which
+// open no file. Torch-free.
 //
-// Afterwards nothing asks for the ZeRO stage again: the engine reads the typed fields.
+// plan.cc decides what a ZeRO stage does; precision.cc, offload.cc and feature_rows.cc beside it decide the rest, and
+// plan_rows.cc makes the rows that are printed. Later code reads the plan's fields and does not ask for the stage.
 #pragma once
 
 #include <chrono>

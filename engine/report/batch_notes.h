@@ -1,4 +1,4 @@
-// Notes about the micro-batches of the running accumulation, to tell later where a NaN came from.
+// Notes about the micro-batches of the running accumulation: their losses, and their names for a report on a NaN.
 #pragma once
 
 #include <ATen/core/Tensor.h>

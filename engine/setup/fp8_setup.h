@@ -1,4 +1,5 @@
-// Linear layers of a model that compute on FP8: which, whether the device can, and their scales.
+// Chooses the Linear layers of a model that compute on FP8, and checks that the device can. layers/fp8/linear.h
+// computes them: the modules stay, and LibTorch's operators find a layer by its weight.
 #pragma once
 
 #include "dsengine/config.h"

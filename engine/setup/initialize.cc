@@ -180,7 +180,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   set_up_compression(options, config, model.plan.pipeline.has_value(), model.ranks.tensor_ranks());
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
-  if (model.pipeline) share_start_values(*model.pipeline);
+  if (model.pipeline) broadcast_tied_weights(model.pipeline->tied);
   model.tensor = split_over_tensor_axis(model.ranks, options, config);
 }
 

@@ -32,8 +32,7 @@ optimizers::GroupOptions overridden(optimizers::GroupOptions base, const Paramet
 }
 
 // Returns the group of each trainable parameter: 0 for the config's values, i + 1 for groups[i]. In the names of a
-// group
-// '*' stands for any text. Throws UsageError when a name matches nothing or two groups claim a parameter.
+// group '*' stands for any text. Throws UsageError when a name matches nothing or two groups claim a parameter.
 // `part_of_model`: other ranks have other parameters, so a name may match none here.
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                                const std::vector<ParameterGroup>& groups, bool part_of_model) {
@@ -57,7 +56,7 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
   return result;
 }
 
-// The masks of a group as flat masks of its buckets.
+// Gives the optimizer the mask of each group as flat masks of the group's buckets.
 void set_average_masks(compression::CompressedOptimizer& optimizer, const std::vector<at::Tensor>& masks,
                        const std::vector<zero::ParameterBucket>& buckets,
                        const std::vector<zero::Parameter>& parameters) {

@@ -1,4 +1,6 @@
-// From the config's optimizer section to an optimizer over the buckets.
+// Makes the optimizer of an engine from the config's optimizer section and the program's parameter groups, with a slice
+// for each bucket. The object itself comes from optim/optimizer_factory.h or compression/compressed_factory.h. An
+// optimizer that the program brings is set up in client_setup.h.
 #pragma once
 
 #include <memory>
@@ -12,24 +14,26 @@
 
 namespace ds::engine {
 
-// Hyper-parameter groups of an optimizer and the group of every trainable parameter.
+// The parameter groups of an optimizer, which have hyperparameters of their own.
 struct OptimizerGroups {
-  std::vector<optimizers::GroupOptions> options;
-  std::vector<int> group_of;      // by parameter
-  std::vector<at::Tensor> masks;  // by group, exp_avg_mask; undefined: none
+  std::vector<optimizers::GroupOptions> options;  // by group
+  std::vector<int> group_of;                      // the group of each trainable parameter
+  std::vector<at::Tensor> masks;                  // ParameterGroup::exp_avg_mask of each group; undefined: none
 };
 
-// Group 0 has the config's values, group i + 1 those of `groups[i]` where set. For Muon every group is split in two:
-// matrices that Muon updates, and the rest with AdamW's values (see optimizers::uses_muon). Groups without parameters
-// are kept, so that indices stay those of the program. Throws UsageError as assign_groups.
+// Assigns every trainable parameter to a group. Group 0 has the config's values, and group i + 1 has those that
+// `groups[i]` sets. For Muon every group is split in two: matrices that Muon updates, and the rest with AdamW's values
+// (see optimizers::uses_muon). Groups without parameters are kept, so that indices stay those of the program. Throws
+// UsageError for a name that matches no parameter, and for a parameter that two groups claim. `part_of_model`: other
+// ranks have other parameters, so that a name may match none here.
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
                             const std::vector<ParameterGroup>& groups, bool part_of_model);
 
-// Gives the optimizer a slice for each bucket. Their states live where `model` has offloaded them. `writes`: making
-// them touches them.
+// Gives the optimizer a slice for each bucket. States live where `model` offloads them. `writes`: they begin
+// with other values than zeros, so that their memory has to be there meanwhile.
 void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, bool writes);
 
-// The optimizer with one slice per bucket. `model`, which has its masters and buckets, outlives it.
+// Makes the optimizer, with one slice for each bucket. `model`, which has its masters and buckets, outlives it.
 std::shared_ptr<optimizers::SliceOptimizer> build_optimizer(const ModelState& model,
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups);

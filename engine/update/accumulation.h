@@ -1,4 +1,6 @@
-// Passes that add to the gradients of a step. What drives them, and when the step comes, is the caller's.
+// The backward passes of an accumulation: multiplies the loss by the loss scale and 1/accumulation steps, and runs each
+// pass with its reductions. Engine::backward() and train_batch() call it; the step that follows is optimizer_step.h's.
+// How the loss scale changes is in optim/loss_scaler.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +19,7 @@
 
 namespace ds::engine {
 
-// All of it outlives the accumulation.
+// The objects that an accumulation works on; all of them outlive it.
 struct AccumulationDeps {
   ModelState& state;
   Update& update;
@@ -27,29 +29,32 @@ struct AccumulationDeps {
   BatchNotes& batches;
 };
 
-// On the engine's thread.
+// Used by the engine's thread.
 class Accumulation {
  public:
   explicit Accumulation(const AccumulationDeps& parts) : parts_(parts) {}
 
-  // What backward starts from: over the micro-batches of an update, with loss scale.
+  // Returns the loss divided by the number of micro-batches of an update.
   at::Tensor averaged(const at::Tensor& loss) const;
+  // Returns the averaged loss times the loss scale, where backward starts.
   at::Tensor scaled(const at::Tensor& averaged) const;
-  // Of the passes that come. Waits where only the device knows it.
+  // Returns the loss scale of the next passes. Waits where only the device knows it.
   double loss_scale() const;
-  // Whether it is another than 1. Does not wait.
+  // Whether the loss scale is another than 1. Does not wait.
   bool scales_loss() const { return device_scale_.defined() || loss_scale() != 1.0; }
-  // Only the device knows the loss scale of the passes that come: float32 [], never 1. `read` has the loss scaler know
-  // it, and calls loss_scaler_knows().
+  // Takes a loss scale for the next passes that only the device knows: float32 [], never 1. `read` gives it to the loss
+  // scaler, and calls loss_scaler_knows().
   void take_device_scale(at::Tensor scale, std::function<void()> read);
+  // Ends the use of that tensor: the loss scaler has the number.
   void loss_scaler_knows() { device_scale_.reset(); }
 
-  // Of the micro-batch that the next pass belongs to, from 0; -1: nobody knows.
+  // Notes which micro-batch the next pass belongs to, from 0; -1: not known.
   void begin_micro_batch(int64_t micro_batch);
-  // Runs `pass`, a backward pass or a part of one that adds to gradients, and begins the reductions that follow from
-  // it. `in_pass` as of GradientReducer::begin_backward. After what it throws gradients can only be dropped.
+  // Runs `pass`, a backward pass or a part of one that adds to gradients, and begins the reductions of the buckets that
+  // it completes. `in_pass` is handed to GradientReducer::begin_backward(). After an exception the gradients can only
+  // be dropped.
   void run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass = {});
-  // Drops all gradients. `unused`: the program starts the accumulation anew.
+  // Drops all gradients. `unused`: no step has used them, because the program starts the accumulation anew.
   void drop(bool unused = false);
 
  private:

@@ -25,7 +25,7 @@ void LateStep::begin(StepAgreement agreement, const BatchNotes& batches) {
                          .batches = batches});
 }
 
-// The host knows the scale of the step that comes here: the step before is read.
+// The host knows the scale of this step, because the step before is read.
 bool LateStep::loss_scale_may_be_late() const {
   if (!deps_.loss_scaler) return true;
   const std::optional<double> good = deps_.loss_scaler->scale_after(false);
@@ -78,7 +78,7 @@ void LateStep::read(bool judged_next) {
   roll_back();
 }
 
-// The device has changed nothing.
+// Takes back what the host has counted for a step in which the device has changed nothing.
 void LateStep::roll_back() {
   deps_.state.optimizer.go_back_to(record_->optimizer_steps);
   deps_.state.fp8->take_back_step();
@@ -103,7 +103,7 @@ std::optional<LateStep::Record> LateStep::take() {
 
 void LateStep::forget() { take(); }
 
-void LateStep::tell_unjudged() noexcept {
+void LateStep::log_unjudged() noexcept {
   try {
     if (!record_) return;
     if (record_->agreement.arrived()) tell_of_difference();

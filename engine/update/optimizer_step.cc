@@ -15,7 +15,6 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/device/readback.h"
-#include "engine/update/axis_agreement.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/shared_buffers.h"
 #include "optim/clip.h"
@@ -81,7 +80,7 @@ void OptimizerStep::run() {
   const at::NoGradGuard no_grad;
   ModelState& state = deps_.state;
   const Plan& plan = state.plan;
-  // What was gathered ahead and is not used reads slices, and holds the memory they are read into.
+  // Gathers ahead of their use may still read slices, and hold the memory that these are read into.
   state.access->wait_all();
   deps_.update.settle(Update::Next::kStep);
   judge_late();

@@ -1,5 +1,6 @@
-// The boundary of an accumulation, the same on every path of an update: finish the reductions, judge the gradients,
-// clip, update the slices, publish the parameters.
+// The step at an accumulation boundary: finish the reductions, decide from the gradient norm whether the step is
+// applied (judge it), find the clip factor, and have the weights updated. How they are updated is in update.h, with
+// kernels in optim/. What a GPU is given before the host knows the norm is in late_step.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,14 +27,14 @@
 
 namespace ds::engine {
 
-// The data of the steps, whose place ranks compare.
+// Where the data of the steps come from: ranks compare how far each has read.
 struct StepData {
-  const BatchNotes& batches;                     // of the running accumulation
+  const BatchNotes& batches;                     // the batches of the running accumulation
   const std::shared_ptr<DataLoader>& loader;     // may be null
-  const std::shared_ptr<BatchSampler>& sampler;  // of the loader's batches, or of the program's; may be null
+  const std::shared_ptr<BatchSampler>& sampler;  // draws the loader's batches, or the program's; may be null
 };
 
-// What a step works on. All of it outlives the step.
+// The objects that a step works on; all of them outlive the OptimizerStep.
 struct OptimizerStepDeps {
   ModelState& state;
   Update& update;
@@ -46,45 +47,50 @@ struct OptimizerStepDeps {
   StepData data;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
   bool judged_by_default = true;                 // the config leaves non_finite_gradients "auto"
-  bool may_judge_late = false;                   // Update::takes_device_scale() of all ranks of the world
+  bool may_judge_late = false;                   // Update::takes_device_scale() holds on all ranks of the world
 };
 
-// Is called on the engine's thread; collective. It stays where it was made.
+// Makes the steps of an engine, one after the other. One object per engine, which is neither copied nor moved. Used by
+// the engine's thread; collective.
 class OptimizerStep {
  public:
   explicit OptimizerStep(const OptimizerStepDeps& deps);
 
-  // Makes one step, whose number is in the progress already: sets whether it was applied, the norm and the peaks of
-  // memory there. Throws NonFiniteError, and optimizers::LossScaleError after a step that is over; UsageError for
-  // parameters without gradient.
+  // Makes one step. Progress has its number already, and gets whether the step was applied, the norm and the peaks of
+  // memory. Throws UsageError for parameters without gradient, before the update. Throws NonFiniteError and
+  // optimizers::LossScaleError once the step is over.
   void run();
-  // Has the next run() scale its gradients to at most this norm, before the plan's clipping. Finishes the reductions,
-  // and returns the norm that run() will report.
+  // Finishes the reductions and returns the gradient norm, which run() will report. The next run() clips to `max_norm`
+  // first, and then as the plan says.
   double clip(double max_norm);
-  // The program has changed the reduced gradient of the step that comes, `times` times.
+  // Notes that the program has changed the reduced gradients of the next step, `times` times.
   void note_gradient_change(uint64_t times = 1) { gradient_changes_ += times; }
   // Forgets the changes counted by note_gradient_change() and the norm given to clip(), because their accumulation is
   // dropped. Does not touch a late step.
   void forget_gradient_changes();
-  // The last step, where the host has not waited for it.
+  // Returns the last step, if the host has not waited for its outcome.
   LateStep& late() { return late_; }
-  // Judges the late step, if there is one; throws what run() would have thrown.
+  // Waits for the outcome of the late step, if there is one, and throws what run() would have thrown.
   void judge_late();
 
  private:
-  // Throws where ranks differ. `updated`: the step has been made meanwhile.
+  // Compares the ranks and throws UsageError where they differ. `updated`: the step has been made meanwhile.
   void agree(StepAgreement& agreement, bool updated);
+  // Collects what this rank compares with others, and resets it.
   StepFacts facts();
-  // Whether run_late() makes the step that comes: all ranks of the world do, or none, for they wait for each other at
-  // other places then.
+  // Whether run_late() makes the next step. All ranks of the world answer alike, because run() and run_late() wait for
+  // other ranks at different places.
   bool judges_late() const;
-  // Makes the step without waiting for the device; see Note [Steps that are judged late].
+  // Makes the step without waiting for the device: Note [Steps that are judged late] in late_step.h.
   void run_late();
-  // Clips and updates. `clip_once`: the norm given to clip(), 0 for none.
+  // Updates the weights with the clipped gradients. `clip_once`: the norm given to clip(), 0 for none.
   void apply(double norm, double loss_scale, double clip_once);
+  // Notes that the weights of the step are updated.
   void note_update();
-  // Ends the step of the scales of FP8 layers. `skip`: the device's word that the step changes nothing, see StepScale.
+  // Ends the step for the scales of FP8 layers. `skip`: StepScale::skip, by which the device says that the step changes
+  // nothing.
   void end_fp8_step(bool applied, const at::Tensor& skip = {});
+  // Drops the gradients and prepares the next accumulation.
   void end_step();
 
   OptimizerStepDeps deps_;

@@ -130,7 +130,7 @@ uint64_t ShownGradients::take_back() {
   for (size_t i = 0; i < split_stand_ins_.size(); ++i) state_.tensor->parameters[i].parameter.mutable_grad().reset();
   for (size_t i = 0; i < shown_.size(); ++i) {
     if (!shown_[i].defined()) continue;
-    // That of a stand-in, which has no memory, says nothing and is the same from step to step.
+    // The version of a stand-in says nothing: it has no memory and stays from step to step.
     if (readable_) changes += static_cast<uint64_t>(shown_[i]._version());
     state_.parameters[i].tensor.mutable_grad().reset();
     shown_[i].reset();

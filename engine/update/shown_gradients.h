@@ -1,10 +1,10 @@
-// What a program finds in parameters' .grad between the backward() that gives the last gradients of a step and step().
+// The .grad of parameters as the program finds it between step() and the backward() before it.
 //
 // At stage 0 it is the reduced gradient itself, which the step applies, so that a change in place counts
-// (torch::nn::utils::clip_grad_norm_). Where a rank has less or something else (its slice, its part of a split
-// parameter, gradients in host memory, with loss scale, not reduced yet, or inside an accumulation) it is a tensor that
-// throws when its memory is read, with the call that gives the whole one. Gradients that a program takes away or
-// replaces are an error of the next call, before anything is applied.
+// (torch::nn::utils::clip_grad_norm_). Elsewhere a rank has no such tensor: it has a slice, or a part of a split
+// parameter, or the gradient is in host memory, has a loss scale in it, is not reduced yet, or is still added to. Then
+// .grad is a stand-in that throws when its memory is read; the message names the call that gives the full gradient. A
+// program that takes .grad away or replaces it gets an error in its next call, before anything is applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,21 +17,24 @@
 
 namespace ds::engine {
 
-// On the engine's thread; the state outlives it.
+// Used by the engine's thread. The state outlives it.
 class ShownGradients {
  public:
   explicit ShownGradients(const ModelState& state) : state_(state) {}
 
+  // The kind of backward pass after which gradients are shown.
   enum class After : uint8_t {
-    kPart,         // the accumulation goes on
-    kUnreduced,    // it was the last pass of the step, and does not reduce (no_sync)
-    kLastGradient  // it was, and reduces
+    kPart,         // a pass after which the accumulation goes on
+    kUnreduced,    // the last pass of a step, which does not reduce (no_sync)
+    kLastGradient  // the last pass of a step, which reduces
   };
-  // After a pass. `scaled`: there is a loss scale in the gradients. Waits for the reductions where they are shown.
+  // Sets .grad after a pass. `scaled`: there is a loss scale in the gradients. Waits for the reductions where reduced
+  // gradients are shown.
   void show(After pass, bool scaled);
-  // Throws UsageError where .grad of a parameter is not what was shown. `call`: whose.
+  // Throws UsageError where .grad of a parameter is not what was shown. `call`: the function for the message.
   void require_untouched(const char* call) const;
-  // What was shown goes, before gradients are made or used. Returns how often the program has changed it in place.
+  // Takes away what was shown, before gradients are made or used. Returns how often the program has changed it in
+  // place.
   uint64_t take_back();
 
  private:
@@ -41,10 +44,10 @@ class ShownGradients {
 
   const ModelState& state_;
   bool showing_ = false;
-  bool readable_ = false;            // what is shown: gradients, not their stand-ins
+  bool readable_ = false;            // gradients are shown, not stand-ins
   std::vector<at::Tensor> shown_;    // by parameter; undefined: nothing
-  std::vector<const void*> memory_;  // the storages of those
-  // By reason, a literal, and parameter; kept from step to step.
+  std::vector<const void*> memory_;  // their storages
+  // The stand-ins by reason (a literal) and parameter, kept from step to step.
   std::map<const char*, std::vector<at::Tensor>> stand_ins_;
   std::vector<at::Tensor> split_stand_ins_;  // of the module's split parameters, with the first reason there was
 };

@@ -1,5 +1,7 @@
-// What data-parallel ranks tell each other once a step beside gradients: the loss of the global batch, and whether all
-// of them have done the same to the model and to the data.
+// The comparison of ranks once a step: without it, ranks whose data or models differ would go on without an error.
+//
+// AxisAgreement comes first: the ranks of one tensor axis run one program on one batch. StepAgreement follows over the
+// data-parallel ranks. It takes the verdict of this rank's axis with it, and brings the loss of the global batch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,55 +10,99 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/device/readback.h"
 #include "dsengine/comm.h"
-#include "engine/update/axis_agreement.h"
+#include "model/state/tensor_parts.h"
 
 namespace ds::engine {
 
-// Of this rank, since the last step.
+// Facts of this rank since the last step, which the ranks of a tensor axis compare.
+struct AxisFacts {
+  int64_t step = 0;
+  int64_t delivered = 0;          // batches that the engine's loader has given, for messages
+  uint64_t position = 0;          // digest of where the loader stands
+  at::Tensor loss;                // float64 [], on the ranks' device; undefined: not known
+  DataDigest data;                // digest of what split operators have read
+  uint64_t changes = 0;           // digest of what the program did to parameters, this rank's parts included
+  uint64_t axis_changes = 0;      // digest of what the program did to parameters that are replicated along the axis
+  uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
+};
+
+// The outcome of the comparison, equal on all ranks of the axis.
+struct AxisVerdict {
+  std::string problem;   // says which two ranks differ, and in what; empty: all agree
+  uint64_t changes = 0;  // digest of AxisFacts::changes of all ranks, for StepAgreement; 0: no parameter was changed
+};
+
+// One exchange of a few numbers over a tensor axis. The host need not wait for them: StepAgreement sends what it needs
+// of the verdict from device to device, and the words are read later. Collective over the axis. Other axes may come to
+// another verdict; StepAgreement tells it to all.
+class AxisAgreement {
+ public:
+  AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c10::Device device);
+
+  // Returns, on the device, whether ranks differ: float64 [], 1 where they do, else 0.
+  at::Tensor problem() const;
+  // Returns AxisVerdict::changes on the device: int64 [].
+  at::Tensor changes() const;
+  // Whether verdict() would not wait.
+  bool arrived() const { return numbers_.arrived(); }
+  // Waits for the numbers and compares them.
+  AxisVerdict verdict() const;
+
+ private:
+  std::vector<int> world_ranks_;
+  at::Tensor all_;    // int64 [ranks, places]
+  Readback numbers_;  // the same numbers on the host
+};
+
+// Facts of this rank since the last step, which data-parallel ranks compare.
 struct StepFacts {
   at::Tensor loss;                // float64 [], on the ranks' device; undefined: not known
-  int64_t step = 0;               // its number
+  int64_t step = 0;               // the number of the step
   int64_t delivered = 0;          // batches that the engine's loader has given so far, for messages
   uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
   uint64_t buffers = 0;           // digest of the module's buffers; 0: not looked at
   uint64_t gathers = 0;           // stage 3: digest of the parameters that were gathered, in their order
-  int gather_group = 0;           // of ranks that gather from one another: its number,
-  int gather_groups = 1;          // and how many there are, all of one size
-  uint64_t changes = 0;           // digest of what the program did to parameters, all ranks of the axis with it
-  std::string last_changed;       // the name of one of those
-  // Of this rank's tensor axis, where it has one: what it does not agree on, and `changes` of all its ranks.
+  int gather_group = 0;           // the number of this rank's group of ranks that gather from one another
+  int gather_groups = 1;          // the number of such groups, all of one size
+  uint64_t changes = 0;           // digest of what the program did to parameters; with an axis, on all of its ranks
+  std::string last_changed;       // the name of a changed parameter, for messages
+  // The comparison of this rank's tensor axis, until its verdict is read; null then, and without an axis.
   std::shared_ptr<const AxisAgreement> axis = nullptr;
-  std::string axis_problem = {};  // what it says, when it was read; empty: nothing
+  std::string axis_problem = {};  // AxisVerdict::problem, once it is read
 };
 
-// One exchange of a few numbers, begun before the reductions of the step are waited for. Collective.
+// One exchange of a few numbers over data-parallel ranks, begun before the step waits for its reductions. Collective.
 class StepAgreement {
  public:
-  // The group outlives it.
+  // Begins the exchange. The group outlives it.
   StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device);
 
-  // Has the numbers read, without waiting for them: finish() may come much later, but on all ranks in one place.
+  // Begins to copy the numbers to the host and does not wait. finish() may come much later, but on all ranks at the
+  // same place.
   void begin_reading();
   // Whether the numbers have come: loss() and differs() do not wait then.
   bool arrived() const { return sums_.arrived() && (!facts_.axis || facts_.axis->arrived()); }
-  // Whether finish() would throw. Waits; no talk to other ranks, which know the same.
+  // Whether finish() would throw. Waits for the numbers, and exchanges nothing more: all ranks have the same ones.
   bool differs() const;
-  // After finish(): whether buffers were looked at and are not the same on all ranks, which is no error.
+  // Whether buffers were compared and are not the same on all ranks, which is no error. Called after finish().
   bool buffers_differ() const;
-  // As finish(), without a judgement and without talking to other ranks.
+  // Returns the mean loss as finish() does, without comparing anything. Waits for the numbers.
   std::optional<double> loss() const;
-  // Waits. Returns the mean loss, where all ranks know theirs. Throws UsageError, on all ranks, with what each of them
-  // did where they differ: in parameters (`parted` is set then: the ranks' models are not the same any more), data or
-  // steps. `updated`: the step has been made meanwhile, so that other gradients have parted the models, too.
+  // Waits for the numbers and compares them. Returns the mean loss, where all ranks know theirs. Where ranks differ in
+  // steps, data, parameters or gradients, throws UsageError on all of them, with what each one did. `parted` is set
+  // when their models are not the same any more. `updated`: the step has been made meanwhile, so that gradients that
+  // differ have parted the models, too.
   std::optional<double> finish(bool& parted, bool updated = false);
 
  private:
   void read_axis();
-  // Whether ranks of one group, of any, have gathered other parameters. Of sums that are there.
+  // Whether, inside any one group of ranks that gather from one another, ranks have gathered different parameters. The
+  // numbers have come.
   bool gathers_differ() const;
   [[noreturn]] void explain(const char* what) const;
 
@@ -65,7 +111,7 @@ class StepAgreement {
   at::Device device_;
   at::Tensor values_;
   comm::Work sum_;
-  Readback sums_;  // or, of one rank, its loss
+  Readback sums_;  // the added numbers; with one rank, its loss
 };
 
 }  // namespace ds::engine

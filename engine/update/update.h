@@ -1,7 +1,10 @@
-// How the weights of a step come about: one path for each place where an update works, chosen once by the plan.
+// The update of the weights from gradients that are reduced and judged. The plan chooses one path: on the device, on
+// the host (offload_optimizer), a step late (delayed), speculatively inside backward (super_offload; speculation.cc),
+// or by an optimizer of the program.
 //
-// A path knows nothing of losses, norms and counters: OptimizerStep asks it for the update of gradients that are
-// reduced and judged. All methods run on the engine's thread.
+// A path knows nothing of losses, norms and counters: those are OptimizerStep's (optimizer_step.h), which calls it. A
+// path goes over this rank's slices with SliceSteps and calls the optimizer (optim/shard_optimizer.h) for each. All
+// methods run on the engine's thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,35 +21,37 @@
 
 namespace ds::engine {
 
+// One path of the update.
 class Update {
  public:
-  // The event for which updates that are under way have to end.
+  // The event that comes next, for which updates that are under way have to end.
   enum class Next {
     kBackward,  // gradients are added to those there are
-    kStep,      // the reductions are finished and judged
+    kStep,      // a step, which finishes and judges the reductions
     kRead,      // somebody reads or changes the state
     kDrop,      // the gradients are dropped; nothing throws
   };
 
   virtual ~Update() = default;
-  // Runs `pass`, which gives the last gradients of the step. Unless they are clipped, they will be multiplied by
-  // `gradient_scale()`, for which the host may have to wait.
+  // Runs `pass`, the backward pass that gives the last gradients of the step; a speculative path updates meanwhile.
+  // `gradient_scale()` is the factor of a step that does not clip; the host may have to wait for it.
   virtual void run_last_pass(const std::function<double()>& /*gradient_scale*/, const std::function<void()>& pass) {
     pass();
   }
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. After an exception
-  // some slices may have been updated; the order of calls knows of it then.
+  // some slices may have been updated, which is noted in the CallOrder.
   virtual void apply(double gradient_scale) = 0;
-  // Whether apply_on_device() can make every step of this rank: the host does the same whatever the device finds.
+  // Whether apply_on_device() can make every step of this rank, because the host does the same for a step that the
+  // device skips.
   virtual bool takes_device_scale() const { return false; }
-  // Updates all weights as apply() does, with a scale of which a part is known to the device alone.
+  // Updates all weights as apply() does, with a scale that the host does not know in full.
   virtual void apply_on_device(const optimizers::StepScale& /*scale*/) {}
-  // Ends what is under way beside the program, as far as `next` needs it: it reaches the parameters, or is undone.
-  // Collective with kStep and kRead.
+  // Ends updates that run beside the program, as far as `next` needs it: their weights reach the parameters, or they
+  // are rolled back. Collective with kStep and kRead.
   virtual void settle(Next /*next*/) {}
-  // Gives the program's optimizer a closure for the next apply(), which it may call as often as it likes. The first
-  // call returns the loss of the gradients that are there, each later one makes new gradients. Null: no closure any
-  // more. NOLINTNEXTLINE(performance-unnecessary-value-param): a path that has one keeps it
+  // Gives the program's optimizer a closure for the next apply(), which it may call any number of times. The first call
+  // returns the loss of the current gradients, and each later one makes new gradients. Null takes the closure away.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): a path that has one keeps it
   virtual void evaluate_by(std::function<at::Tensor()> /*closure*/) {}
   // Is called once a step, when the step is over, applied or not.
   virtual void step_over() {}
@@ -57,7 +62,7 @@ struct UpdateDeps {
   ModelState& state;
   CallOrder& order;
   Progress& progress;
-  checkpoint::BackgroundSave& saving;  // reads masters and states: to be waited for before they change
+  checkpoint::BackgroundSave& saving;  // a save that reads masters and states; it is waited for before they change
 };
 
 // Makes the path that the plan asks for. The optimizer is in `deps.state`.
@@ -69,17 +74,17 @@ std::unique_ptr<Update> make_speculative_update(const UpdateDeps& deps);
 // leave them as they are, because it works on more than flat states of a slice or elsewhere.
 void require_freezing_possible(const ModelState& state);
 
-// The optimizer's step on this rank's slices of buckets, one after the other. Paths of an update are made of it.
+// Makes the optimizer's step on this rank's slices of all buckets. Paths of the update consist of its calls.
 class SliceSteps {
  public:
   explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), order_(deps.order) {}
 
-  // The factor by which the optimizer multiplies gradients that a step multiplies by `gradient_scale`.
+  // Returns the factor that the optimizer gets for gradients that the step multiplies by `gradient_scale`.
   double factor(double gradient_scale) const;
-  // Updates all buckets whose optimizer is on the device, together. Only an optimizer that takes it gets a scale of the
-  // device. `scale.factor`: of factor().
+  // Updates all buckets whose optimizer is on the device, together. `scale.factor` is a result of factor(). Scales that
+  // only the device knows are for optimizers that take them.
   void all_on_device(const optimizers::StepScale& scale);
-  // Updates all other buckets, one by one. `gradient_scale`: of factor().
+  // Updates all other buckets, one by one. `gradient_scale` is a result of factor().
   void all_on_host(double gradient_scale);
   // Applies gradient_clip_by_value to a gradient that the update will multiply by `scale`.
   void clip_by_value(const at::Tensor& gradient, const optimizers::StepScale& scale) const;

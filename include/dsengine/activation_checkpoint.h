@@ -3,9 +3,9 @@
 //   x = recompute::checkpoint([block](const at::Tensor& x) { return block->forward(x); }, x);
 //
 // Follows "Training Deep Nets with Sublinear Memory Cost" (Chen et al., 2016) and behaves like
-// torch.utils.checkpoint(use_reentrant=False): gradients are those without it, bit for bit where the operators are
-// deterministic; parameters and other tensors that the function captures get their gradients as usual, each hook of a
-// tensor runs once, in the outer backward pass; torch::autograd::grad() works.
+// torch.utils.checkpoint(use_reentrant=False). Gradients are those without it, bit for bit where the operators are
+// deterministic. Parameters and other tensors that the function captures get their gradients as usual. Each hook of a
+// tensor runs once, in the outer backward pass, and torch::autograd::grad() works.
 //
 // The region: the function is called now, without building a graph, and once more in every backward pass through its
 // outputs, on the thread that runs it. Both runs must compute the same. So the function captures by value (or what
@@ -14,8 +14,8 @@
 // a batch twice, but for layers of convert_sync_batchnorm.
 //
 // Differs from torch: every floating-point output requires a gradient as soon as one tensor that the function read
-// does; create_graph (double backward) is refused; an output that shares memory with an input, another output or a
-// captured tensor must not be changed in place (autograd says so), other outputs may.
+// does. create_graph (double backward) is refused. An output that shares memory with an input, another output or a
+// captured tensor must not be changed in place (autograd says so); other outputs may.
 //
 // Threads: settings, statistics and regions belong to a thread. While a region is computed again, the tensors that it
 // captures are cut from their own graph, so no other thread may use them then; two devices' regions of one backward
@@ -45,7 +45,7 @@ namespace ds::recompute {
 namespace internal {
 
 // Visits the tensors inside a value: a tensor, a vector, optional, pair or tuple of such values, nested in any way.
-// What is none of these has no tensors.
+// A value of any other type has no tensors.
 
 template <class T>
 struct IsVector : std::false_type {};

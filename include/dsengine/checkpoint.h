@@ -68,9 +68,9 @@ struct LoadOptions {
 
 // The result of load_checkpoint(); false where there was nothing to load.
 struct LoadedCheckpoint {
-  std::string path;                                        // of the tag's folder; empty: there was none
+  std::string path;                                        // the tag's folder; empty: there was none
   std::string tag;                                         // the folder's name
-  nlohmann::json client_state = nlohmann::json::object();  // what the save was given
+  nlohmann::json client_state = nlohmann::json::object();  // the object that was given to the save
   explicit operator bool() const { return !path.empty(); }
 };
 
@@ -78,7 +78,7 @@ struct LoadedCheckpoint {
 
 namespace ds::checkpoint {
 
-struct TrainingState;  // what a checkpoint keeps beside tensors; the engine reads it
+struct TrainingState;  // the state that a checkpoint keeps beside tensors; the engine reads it
 
 // Paths of tensors. `name` is the name of a parameter or buffer in the module; a tied parameter has its first name.
 std::string weight_path(const std::string& name);                           // "weights/h.0.ln_1.weight"
@@ -134,12 +134,12 @@ std::unique_ptr<Source> open(const std::string& folder);
 
 // Opens model weights in safetensors files, one file or a folder in Hugging Face's layout, or in a file of torch.save.
 //
-// `path`: a file that torch.save(model.state_dict(), path) of Python or torch::save(model, path) of LibTorch has
-// written (.pt, .pth, .bin; torch 1.6 or newer; read as data, nothing in it is run), a .safetensors file, or a folder
-// with model.safetensors, or with model.safetensors.index.json ({"weight_map": {tensor: file}}) and the files it names;
-// a folder with both is read as the single file, as Hugging Face does. Every tensor is a weight (the files do not tell
-// buffers apart); aliases() are those that safetensors' save_model() notes in the metadata, state() is empty. Files are
-// mapped, so only what is read is loaded.
+// `path` may be a file of torch.save(model.state_dict(), path) of Python or torch::save(model, path) of LibTorch (.pt,
+// .pth, .bin; torch 1.6 or newer). It is read as data: nothing in it is run. `path` may also be a .safetensors file, or
+// a folder with model.safetensors or model.safetensors.index.json ({"weight_map": {tensor: file}}) and the files it
+// names. A folder with both is read as the single file, as Hugging Face does.
+// Every tensor is a weight (the files do not tell buffers apart); aliases() are those that safetensors' save_model()
+// notes in the metadata, state() is empty. Files are mapped, so only what is read is loaded.
 //
 // Throws IoError naming folder, file and tensor: nothing to read, a file of the index that is missing, a tensor that is
 // in the index and not in its file or the other way round, or in two files.

@@ -93,9 +93,9 @@ class Work {
 };
 
 // The bytes this rank has sent, and its calls, by kind of operation. Bytes are those that a bandwidth-optimal algorithm
-// must send (n = bytes of the full tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W,
-// broadcast n and scatter n(W-1)/W (root only), reduce and gather this rank's n (non-roots only), all_to_all the parts
-// for other ranks.
+// must send, for n bytes in the full tensor and W ranks. all_reduce counts 2n(W-1)/W, reduce_scatter and all_gather
+// n(W-1)/W. broadcast counts n and scatter n(W-1)/W, on the root only. reduce and gather count this rank's n, except on
+// the root; all_to_all counts the parts for other ranks.
 struct CommCounters {
   std::array<int64_t, kCollectiveKinds> bytes_sent{};  // indexed by CollectiveKind
   std::array<int64_t, kCollectiveKinds> calls{};

@@ -74,8 +74,8 @@ struct AutoValues {
   std::optional<double> warmup_min_lr, warmup_max_lr;
   std::optional<int64_t> warmup_num_steps, total_num_steps;
   std::optional<bool> fp16, bf16;
-  std::optional<std::string> nvme_path;  // of offload_param and offload_optimizer: a folder on a local disk
-  std::optional<int64_t> hidden_size;    // of the model: sizes of stage 3
+  std::optional<std::string> nvme_path;  // for offload_param and offload_optimizer: a folder on a local disk
+  std::optional<int64_t> hidden_size;    // the width of the model, from which sizes of stage 3 follow
 };
 
 // Whether the gradient of a step is the mean over ranks or their sum.
@@ -128,7 +128,7 @@ struct DsConfig {
   AioSection aio;
 
   std::optional<int64_t> steps_per_print;  // empty: never
-  bool wall_clock_breakdown = false;       // also true when flops_profiler is enabled
+  bool wall_clock_breakdown = false;       // true, too, when flops_profiler is enabled
   bool memory_breakdown = false;
   bool dump_state = false;
   std::optional<std::string> log_level;
@@ -171,7 +171,7 @@ struct DsConfig {
   // Not keys.
   std::string source;                       // the file's name, for messages
   nlohmann::ordered_json text;              // the file's content
-  int64_t dp_world_size = 1;                // what the batch sizes were resolved for
+  int64_t dp_world_size = 1;                // the number that the batch sizes were resolved for
   std::optional<ElasticBatch> elastic;      // set when elasticity is enabled
   std::vector<ResolvedAuto> resolved_auto;  // in file order
   std::vector<std::string> warnings;        // one line each, for rank 0 to log
@@ -193,12 +193,12 @@ struct DsConfig {
 // Facts about the job and the program that parse() needs.
 struct ParseOptions {
   int64_t dp_world_size = 1;
-  // All ranks of the job: dp_world_size is then these over pipeline.stages and the ranks of the tensor axis, and what
-  // is given for it means nothing.
+  // The number of all ranks of the job. If given, dp_world_size is computed from it: divided by pipeline.stages and the
+  // ranks of the tensor axis.
   std::optional<int64_t> world_size;
-  std::optional<int64_t> pipeline_stages;  // the program's; the file's are to agree. What "auto" means
-  std::optional<int64_t> tensor_ranks;     // of the program's mesh; the file's tensor_parallel is to agree
-  bool strict = false;                     // as the key of the same name
+  std::optional<int64_t> pipeline_stages;  // stages of the program; the file must agree, and "auto" becomes them
+  std::optional<int64_t> tensor_ranks;     // tensor axis of the program's mesh; the file's tensor_parallel must agree
+  bool strict = false;                     // sets the key of the same name
   AutoValues auto_values;
   // For what is "auto" in the file and not in auto_values, and for a micro-batch where the file has no batch size at
   // all. ResolvedAuto tells each of them as assumed. For tools: what trains asks instead.

@@ -21,7 +21,7 @@ struct CurriculumSection {
   bool enabled = false;
   std::optional<std::string> data_cluster_path;
   nlohmann::ordered_json curriculum_metrics;      // {name: {...}}, as written
-  std::vector<efficiency::SampleMetric> metrics;  // that these are, where it is enabled
+  std::vector<efficiency::SampleMetric> metrics;  // these metrics, parsed; empty unless enabled
 };
 
 // data_efficiency.data_sampling.dynamic_batching
@@ -75,7 +75,7 @@ struct RandomLtdSection {
   std::string model_type = "decoder";
   std::string hidden_state_order = "batch_seq_dim";
   KeptTokensSection random_ltd_schedule;
-  efficiency::DifficultySchedule kept;  // that these keys give, where it is enabled
+  efficiency::DifficultySchedule kept;  // the schedule that these keys give, where it is enabled
   LayerTokenLrScheduleSection layer_token_lr_schedule;
 };
 
@@ -122,7 +122,7 @@ struct CurriculumLearningSection {
   std::optional<int64_t> max_difficulty;
   std::optional<std::string> schedule_type;  // fixed_linear, fixed_root, fixed_discrete, custom
   DifficultySection schedule_config;
-  efficiency::DifficultySchedule schedule;  // that these keys give, where it is enabled
+  efficiency::DifficultySchedule schedule;  // the schedule that these keys give, where it is enabled
 };
 
 // sparse_attention

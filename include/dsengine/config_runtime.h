@@ -21,9 +21,9 @@ struct ActivationCheckpointingSection {
   bool synchronize_checkpoint_boundary = false;
   bool profile = false;
   // Own key. Modules whose activations are computed again without a call in forward: regular expressions (ECMAScript)
-  // of whole names, as named_modules() gives them. Empty: none.
+  // that match whole names, as named_modules() gives them. Empty: none.
   std::vector<std::string> modules;
-  std::string recompute = "all";  // own key. Of these modules: "all", or "pointwise", which keeps outputs of products
+  std::string recompute = "all";  // own key, for these modules: "all", or "pointwise", which keeps outputs of products
 };
 
 // aio
@@ -136,9 +136,11 @@ struct ElasticitySection {
 struct ElasticBatch {
   int64_t train = 0;           // global batch, the same for all valid sizes
   std::vector<int64_t> valid;  // sizes, ascending; may be empty
-  int64_t micro = 0;           // of the asked size
-  int64_t accumulation = 0;    // of the asked size
-  int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
+  int64_t micro = 0;           // micro-batch at the number of ranks asked for
+  int64_t accumulation = 0;    // accumulation steps at the number of ranks asked for
+  // The global batch of the sizes in `valid`. It is not `train` when the size asked for is not among them (version
+  // 0.2).
+  int64_t train_of_valid = 0;
 };
 
 // autotuning.model_info

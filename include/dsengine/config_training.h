@@ -57,14 +57,14 @@ struct Fp8Section {
   bool enabled = false;
   Fp8Recipe recipe = Fp8Recipe::kDelayed;
   Fp8Granularity granularity = Fp8Granularity::kTensor;
-  std::string format = "hybrid";             // "hybrid": gradients are E5M2, all else E4M3; "e4m3": gradients too
-  int64_t amax_history_len = 1024;           // delayed: optimizer steps that a scale looks back at
-  std::string amax_compute_algo = "max";     // delayed: "max" of them, or the "most_recent"
-  int64_t margin = 0;                        // scales are smaller by 2^margin
-  bool fp8_wgrad = false;                    // gradients of weights on FP8, too; else on what the layer was given
+  std::string format = "hybrid";          // "hybrid": gradients are E5M2, all else E4M3; "e4m3": gradients too
+  int64_t amax_history_len = 1024;        // delayed: optimizer steps that a scale looks back at
+  std::string amax_compute_algo = "max";  // delayed: the "max" of that history, or its "most_recent" entry
+  int64_t margin = 0;                     // scales are smaller by 2^margin
+  bool fp8_wgrad = false;  // gradients of weights on FP8, too; else in the dtype that the layer was given
   std::vector<std::string> modules = {"*"};  // names of Linear layers, * for any text
   std::vector<std::string> exclude;          // names of Linear layers that stay as they are, * for any text
-  bool emulate = false;                      // the same numbers without FP8 hardware, slowly: for tests
+  bool emulate = false;                      // computes the same numbers without FP8 hardware, slowly: for tests
 };
 
 // torch_autocast
@@ -92,7 +92,7 @@ struct OptimizerParams {
   double momentum = 0.0;  // SGD, RMSprop; Muon 0.95
 
   // Adam, AdamW (and Muon's other half)
-  bool bias_correction = true;  // also Lamb
+  bool bias_correction = true;  // Lamb has it, too
   bool amsgrad = false;
   bool adam_w_mode = true;  // "Adam" means AdamW unless this is false
   bool torch_adam = false;  // accepted; the update is the same
@@ -116,7 +116,7 @@ struct OptimizerParams {
   bool per_head_muon = false;
   int64_t head_dim = 0;  // per_head_muon: rows of one head in weights of queries, keys and values
 
-  // RMSprop, Adadelta, NAdam (and, the last one, RAdam): torch's
+  // RMSprop, Adadelta, NAdam, with torch's defaults; RAdam has decoupled_weight_decay
   double alpha = 0.99;
   bool centered = false;
   double rho = 0.9;
@@ -142,7 +142,7 @@ struct OptimizerParams {
 struct OptimizerSection {
   // Canonical: Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, OneBitAdam, ...; empty: none in the file.
   std::string type;
-  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // the keys as written, "auto" replaced
   OptimizerParams values;
   bool legacy_fusion = false;
 
@@ -158,7 +158,7 @@ struct OptimizerSection {
 // scheduler: {"type", "params"}.
 struct SchedulerSection {
   std::string type;  // "WarmupLR", "CosineAnnealingLR", ...; empty: none in the file
-  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // the keys as written, "auto" replaced
   std::optional<optimizers::LrScheduleOptions> options;              // empty: this build lacks the type
   int64_t last_batch_iteration = -1;                                 // where the schedule starts: -1 is its beginning
 
@@ -177,7 +177,7 @@ struct GradientCompressionSection {
   double top_k = 0.01;              // top_k: share of the elements that are sent
   int64_t rank = 4;                 // power_sgd: columns of the factors
   int64_t start_step = 0;           // optimizer steps before it begins
-  bool error_feedback = true;       // what is not sent is added to the next gradient
+  bool error_feedback = true;       // the part that is not sent is added to the next gradient
   bool between_nodes_only = false;  // inside a node gradients are added as they are
 
   // Whether the method does more than send another dtype.

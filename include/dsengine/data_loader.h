@@ -222,7 +222,7 @@ class DataLoader {
   std::unique_ptr<TransferStream> copies_;  // copies batches to their device
   std::shared_ptr<BatchSampler> sampler_;
   Batch batch_;
-  std::vector<int64_t> indices_;  // of batch_
+  std::vector<int64_t> indices_;  // the samples in batch_
   int64_t delivered_ = 0;
 };
 

@@ -82,7 +82,7 @@ struct BFloat16 {};
 // A quarter of the bytes: integers with a scale for each block (docs/gradient_compression.md). float32 and 16-bit
 // gradients, as all below.
 struct Int8 {
-  bool use_error_feedback = true;  // what was not sent is added to the next gradient
+  bool use_error_feedback = true;  // the part that was not sent is added to the next gradient
 };
 // Factors of each matrix, Vogels et al., arXiv:1905.13727, with warm start.
 struct PowerSgd {
@@ -92,7 +92,7 @@ struct PowerSgd {
 };
 // The elements of largest magnitude.
 struct TopK {
-  double share = 0.01;  // of a bucket's elements, 0 < share <= 1
+  double share = 0.01;  // share of a bucket's elements, 0 < share <= 1
   bool use_error_feedback = true;
 };
 
@@ -168,10 +168,10 @@ std::shared_ptr<torch::nn::Module> pointer_to(const Model& model) {
 template <class Model>
 class DistributedDataParallel {
  public:
-  // Parameters and buffers become rank 0's. Collective. Throws UsageError for a module without parameters
-  // that require a gradient, one that another wrapper or engine has, device_ids that it is not on, sizes that are not
-  // positive; CommError, on all ranks, where names, shapes, dtypes or options are not the same on each,
-  // naming what differs.
+  // Parameters and buffers become rank 0's. Collective. Throws UsageError for a module without parameters that require
+  // a gradient, a module that another wrapper or engine has, device_ids that it is not on, and sizes that are not
+  // positive. Throws CommError, on all ranks, where names, shapes, dtypes or options are not the same on each, naming
+  // what differs.
   explicit DistributedDataParallel(Model model, const DistributedDataParallelOptions& options = {})
       : module(std::move(model)), replica_(loops::pointer_to(module), options) {}
 

@@ -19,10 +19,10 @@
 // objects refer to the engine without owning it and throw UsageError after its end. They are used on the engine's
 // thread. docs/data_efficiency.md.
 //
-// What is dropped in a layer depends on the seed, the optimizer step, the layer and how often the layer has run in the
-// step: it is the same on all ranks of a model and in a run that is resumed, and no generator of the program moves. In
-// a checkpointed region a layer that is computed again decides as it did the first time, on the thread that computes
-// the region. Layers that run on several threads at once need an object each.
+// Which tokens or layers are dropped depends on the seed, the optimizer step, the layer and how often the layer has run
+// in the step. It is the same on all ranks of a model and in a run that is resumed, and no generator of the program
+// moves. In a checkpointed region a layer that is computed again decides as it did the first time, on the thread that
+// computes the region. Layers that run on several threads at once need an object each.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,7 +61,7 @@ class LayerRuns {
 };
 
 // "Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping" (Zhang and He, 2020).
-// theta(t) = (1 - theta) exp(-gamma t) + theta after t optimizer steps; layer i of L is kept with the probability
+// After t optimizer steps, theta(t) = (1 - theta) exp(-gamma t) + theta. Layer i of L is kept with the probability
 // p_i = 1 - i (1 - theta(t)) / L, so the first layer always is. What a kept layer adds to its input is divided by p_i,
 // which keeps the expectation (DeepSpeed's example divides by p_(i+1)): x + (layer(x) - x) / p_i. A dropped layer gives
 // x.

@@ -59,8 +59,8 @@ class Engine {
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
   // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
   // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
-  // scalar or has no graph. After an exception out of autograd that all ranks have had, call zero_grad() and begin the
-  // accumulation anew; after one of this rank alone end the program, because the others have begun other collectives.
+  // scalar or has no graph. After an exception of autograd on all ranks, call zero_grad() and begin the accumulation
+  // anew. After one on this rank alone, end the program, because the other ranks have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   // Begins backward at a tensor of any shape with its gradient, as out.backward(gradient) of torch. The gradient has
   // the shape of `out` (UsageError for another one) and is scaled as a loss is. Monitors know no loss of such a step.
@@ -101,9 +101,9 @@ class Engine {
   int pipe_parallel_rank() const;
   // Lets stages agree on new shapes of activations with the next batch.
   void reset_activation_shape();
-  // trace_pipeline(true) records when each action of the next batches begins and ends (each then waits for an
-  // accelerator). write_pipeline_trace() writes the actions of the last batch on all ranks to `path`, by rank 0, in
-  // Chrome's trace event format, which `ds-tool schedule --measured` draws over the plan. Both are collective.
+  // trace_pipeline(true) records when each action of the next batches begins and ends; each action then waits for an
+  // accelerator. write_pipeline_trace() has rank 0 write the actions of the last batch on all ranks to `path`, in
+  // Chrome's trace event format. `ds-tool schedule --measured` draws that file over the plan. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
 
@@ -172,7 +172,7 @@ class Engine {
   int world_size() const;
   int dp_world_size() const;
   int mp_world_size() const;                                       // ranks of the tensor axis
-  std::vector<parallel::JoinedOperator> joined_operators() const;  // those that gathered split tensors so far
+  std::vector<parallel::JoinedOperator> joined_operators() const;  // operators that have gathered split tensors so far
   at::Device device() const;
   int zero_optimization_stage() const;
   const config::DsConfig& config() const;
@@ -191,9 +191,9 @@ class Engine {
   // Waits for parameters that are still on their way after a step (a forward does it by itself, operator by operator).
   // Needed only before reading parameters' memory directly or from another thread. With delayed_update it is
   // collective: it waits for the running update and writes it to the parameters in place, so not between a forward and
-  // its backward; an engine that ends before drops that update, with a warning. With super_offload the host may have
-  // updated weights during backward(): this call undoes that update, and step() repeats it, as every other call that
-  // reads the state.
+  // its backward. An engine that ends before drops that update, with a warning. With super_offload the host may have
+  // updated weights already during backward(). This call undoes that update, and step() repeats it. Every other call
+  // that reads the state does the same.
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are

@@ -98,7 +98,7 @@ struct FullyShardOptions {
 // A shard of a parameter: elements [offset, offset + values.numel()) of the flattened full tensor.
 struct ShardedTensor {
   std::string name;
-  std::vector<int64_t> sizes;  // of the full tensor
+  std::vector<int64_t> sizes;  // sizes of the full tensor
   int64_t offset = 0;
   at::Tensor values;  // flat
 };

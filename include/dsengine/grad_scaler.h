@@ -1,6 +1,6 @@
-// torch.amp.GradScaler for loops that call backward() and an optimizer's step() themselves, with float16 autocast: the
-// loss is multiplied by a scale, so that small gradients survive, gradients are divided by it before the step, a step
-// with a gradient that is infinite or NaN is left out, and the scale follows.
+// torch.amp.GradScaler for loops that call backward() and an optimizer's step() themselves, with float16 autocast. The
+// loss is multiplied by a scale, so that small gradients survive, and gradients are divided by it before the step. A
+// step with a gradient that is infinite or NaN is skipped, and the scale adapts.
 //
 //   ds::engine::GradScaler scaler;
 //   scaler.scale(loss).backward();

@@ -39,7 +39,7 @@ struct ParameterGroup {
   std::vector<std::string> parameters;
   std::optional<double> lr;            // empty: the config's
   std::optional<double> weight_decay;  // empty: the config's
-  bool non_freeze = false;             // OneBitAdam: reduced as it is, not compressed, after the freeze too
+  bool non_freeze = false;             // OneBitAdam: gradients are reduced uncompressed, after the freeze too
   // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
   // position embedding that no sequence reaches: 1 bit has no zero). Its shape broadcasts to that of each parameter of
   // the group. Undefined: the momentum may move everywhere.
@@ -76,12 +76,12 @@ struct InitializeOptions {
   // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module's values. A model
   // whose tensors are on the meta device needs it. Every rank gives the path, rank 0 alone opens it.
   std::string weights;
-  // The ranks of the job, one of three: the result of engine::init_distributed, ... Where none of the three is given,
-  // the environment of the process decides (docs/communication.md).
+  // The ranks of the job, as the result of engine::init_distributed. At most one of distributed, communicator and mesh
+  // is given; with none of them the environment of the process decides (docs/communication.md).
   std::optional<Distributed> distributed;
-  // ... or an existing group of ranks (tests, embedding), ...
+  // The ranks of the job, as an existing group (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
-  // ... or a grid of ranks. Its axes "pipe" and "tensor" have to agree with pipeline.stages and
+  // The ranks of the job, as a grid. Its axes "pipe" and "tensor" have to agree with pipeline.stages and
   // tensor_parallel.autotp_size, where the config has these; an axis "sequence" longer than one is refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "auto", "cpu", "cuda" or "cuda:N"; the model is moved there. "auto": cuda where a GPU is visible to this process,

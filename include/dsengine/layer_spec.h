@@ -200,8 +200,8 @@ class LayerSpec {
 
   std::string name;                                           // empty: the layer's number
   std::string type;                                           // for partition "type:REGEX" and messages
-  std::string key;                                            // of tied layers; else empty
-  std::shared_ptr<torch::nn::Module> given;                   // module(): what build returns; else null
+  std::string key;                                            // the tie of tied layers; else empty
+  std::shared_ptr<torch::nn::Module> given;                   // module(): the module that build returns; else null
   std::function<std::shared_ptr<torch::nn::Module>()> build;  // returns null for functions
   std::function<Tensors(torch::nn::Module*, const Tensors&)> call;
 

@@ -47,7 +47,7 @@ struct ModelStateBytes {
   int64_t gradients = 0;   // at their peak
   int64_t master = 0;      // float32 copies of 16-bit weights
   int64_t optimizer = 0;   // states of the optimizer
-  int64_t buffers = 0;     // of the module
+  int64_t buffers = 0;     // buffers of the module
   int64_t total() const { return parameters + gradients + master + optimizer + buffers; }
 
   bool operator==(const ModelStateBytes&) const = default;
@@ -95,11 +95,11 @@ struct Speculation {
 // Collective. Throws ConfigError on all ranks, and moves nothing, when a host has no room for what its ranks move
 // together. Names are DeepSpeed's.
 struct OffloadStates {
-  bool optim_states = true;  // of the optimizer
+  bool optim_states = true;  // states of the optimizer
   bool hp_params = true;     // float32 masters, where they are not the parameters themselves
   bool lp_params = true;     // parameters, trainable and frozen
   bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
-  bool pin_memory = true;    // of the host
+  bool pin_memory = true;    // host memory is pinned
 };
 
 }  // namespace ds::zero

@@ -8,12 +8,12 @@
 //   ... train ...
 //   checkpoint::write_weights("small.safetensors", engine::redundancy_clean(engine));
 //
-// Members of a LibTorch module have their types, so that nothing is exchanged in it: a layer (Linear, Embedding,
-// Conv2d) is known by its weight, and it is the operators that get it (linear, embedding, conv2d; addmm and matmul with
-// it transposed, as torch::nn's Linear calls them, which adds its bias with add_) that compute otherwise. Gradients
-// pass straight through to the weight, which stays as the optimizer has it. Learned scores ("topk") become parameters,
-// masks ("l1") and static ranges buffers, of a child "compression" of the layer, under DeepSpeed's names: they are
-// trained, sharded, saved and loaded as all others. Schedules are functions of the optimizer step.
+// Members of a LibTorch module have their types, so that no member is replaced. A layer (Linear, Embedding, Conv2d) is
+// known by its weight, and the operators that get this weight compute otherwise: linear, embedding, conv2d, and addmm
+// and matmul with the weight transposed, as torch::nn's Linear calls them, which adds its bias with add_. Gradients
+// pass straight through to the weight, which stays as the optimizer has it. Learned scores ("topk") become parameters
+// of a child "compression" of the layer; masks ("l1") and static ranges become buffers of it, under DeepSpeed's names.
+// They are trained, sharded, saved and loaded as all others. Schedules are functions of the optimizer step.
 // docs/model_compression.md.
 //
 // Modules are held by a shared_ptr (any ModuleHolder does); clone() of one that is prepared throws. A model is prepared
@@ -51,11 +51,12 @@ std::vector<std::string> init_compression(torch::nn::Module& module, const confi
 // "snip_momentum", whose gradients an engine alone shows.
 void set_compression_step(torch::nn::Module& module, int64_t steps);
 
-// The small model: whole parameters and buffers by name, on the host, pruned and quantised to target_bits, without the
+// The small model: full parameters and buffers by name, on the host, pruned and quantised to target_bits, without the
 // dimensions that related_modules take away, nor scores and masks. The engine trains on as before. Collective. Throws
-// UsageError for a method whose schedule_offset has not come, where related layers do not fit, and where the model did
-// not compute with what its layers would be left with: tied weights of different compression, a layer that no operator
-// came to while others were, a bias that was added otherwise than to the product of its layer.
+// UsageError for a method whose schedule_offset has not come, and where related layers do not fit. Throws it too where
+// the model did not compute with what its layers would be left with. That is so for tied weights of different
+// compression, for a layer that no operator came to while others were used, and for a bias that was added otherwise
+// than to the product of its layer.
 std::vector<std::pair<std::string, at::Tensor>> redundancy_clean(const std::shared_ptr<Engine>& engine);
 // Makes the module itself small, which no engine holds: its layers are plain ones afterwards.
 void redundancy_clean(torch::nn::Module& module);

@@ -10,25 +10,28 @@
 // below autocast. So losses and gradients are those without it, bit for bit, also with dropout, in-place operators,
 // views, autocast, several uses and several backward passes of a graph (retain_graph, create_graph).
 //
-// A chosen module is known by its parameters: its region begins with the first operator that reads one of them, and
-// ends with the first that reads a parameter of none of its own (a leaf that was read beside one of its own, an input
-// that requires a gradient, is none), or with backward. What runs between (a residual sum, an activation function)
-// belongs to it. Where a region ends decides what is kept, never what is computed.
+// A chosen module is known by its parameters. Its region begins with the first operator that reads one of them, and
+// ends with backward or with the first operator that reads a parameter of another module and none of its own. (A leaf
+// that was read beside one of its own, such as an input that requires a gradient, does not count as another's.) What
+// runs between (a residual sum, an activation function) belongs to it. Where a region ends decides what is kept, never
+// what is computed.
 //
 // A tensor is dropped only where that saves memory: where making it again keeps fewer bytes that would else be free
-// than it has (parameters and tensors that are saved in any case cost nothing). Kept always: outputs of factories, of
-// batch normalization (a batch counts once), of recurrent layers' fused operators, of operators that are not LibTorch's
-// (custom ones, ds::ops), of layers on FP8 and compressed ones, of operators inside autograd functions, of those that
-// draw from a generator of the program's own, of copies that do not wait (non_blocking), and what reads split, nested,
-// sparse, quantized or complex-conjugate tensors. Code that writes by a pointer to memory that an operator made has to
-// stand in an autograd function; on an accelerator nothing finds out if it does not.
+// than it has (parameters and tensors that are saved in any case cost nothing). Some outputs are always kept: those of
+// factories, of batch normalization (a batch counts once), and of recurrent layers' fused operators. So are those of
+// operators that are not LibTorch's (custom ones, ds::ops), of FP8 and compressed layers, and of operators inside
+// autograd functions. So are those of operators that draw from a generator of the program's own, that copy without
+// waiting (non_blocking), or that read split, nested, sparse, quantized or complex-conjugate tensors. Code that writes
+// by a pointer to memory that an operator made has to stand in an autograd function; on an accelerator nothing finds
+// out if it does not.
 //
 // It costs a look at each operator that the thread calls. Threads: it holds for the thread that calls it, as
 // interception by an engine does; forward passes of other threads keep all. Backward may run anywhere.
 //
-// Throws UsageError in backward, naming what it is about: memory from which a dropped tensor is made again was changed
-// in place after the region (by an optimizer's step in between, say); on the CPU also where samples of a tensor that
-// was made again differ from what was dropped, because code that is no operator has written to memory by its pointer.
+// Throws UsageError in backward, naming the memory, when memory from which a dropped tensor is made again was changed
+// in place after the region (by an optimizer's step in between, say). On the CPU it also throws when samples of a
+// tensor that was made again differ from the dropped one: code that is no operator has written to memory by its
+// pointer.
 #pragma once
 
 #include <cstdint>
@@ -80,8 +83,8 @@ void remove_activation_checkpointing(torch::nn::Module& module);
 struct ModuleCheckpointStatistics {
   int64_t regions = 0;
   int64_t kept_tensors = 0;     // saved tensors that were kept
-  int64_t dropped_tensors = 0;  // and that were dropped
-  int64_t dropped_bytes = 0;    // of these, each storage once for each time that it was saved
+  int64_t dropped_tensors = 0;  // saved tensors that were dropped
+  int64_t dropped_bytes = 0;    // bytes of dropped tensors: each storage once for each time that it was saved
 };
 // Returns the counts since the last call, and begins anew.
 ModuleCheckpointStatistics take_module_checkpoint_statistics();

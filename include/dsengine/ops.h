@@ -57,14 +57,14 @@ struct LinearCrossEntropyOptions {
 //
 // where the plain pair keeps two tensors of [rows, V] until backward and makes a third in it. Backward reads no weight.
 //
-// Gradients are made before a loss scale can act on them. None overflows by it; but hidden's gradient in float16 is of
-// probabilities, and has elements, that are 0 below 2^-24 (before the mean), whatever the loss scale is.
+// Gradients are made before a loss scale can act on them. None overflows because of it. But in float16 hidden's
+// gradient is made of probabilities, and elements below 2^-24 (before the mean) are 0, whatever the loss scale is.
 //
 // The chunks of rows with gradients in forward are those of Liger Kernel (arXiv:2410.10989); Cut Cross-Entropy
 // (arXiv:2411.09009) goes further with kernels that keep no chunk either.
 //
-// Of tensors that are split over ranks (dsengine/parallel.h) it computes the plain pair: each rank has its part of the
-// logits where the vocabulary is cut, whole in its rows.
+// For tensors that are split over ranks (dsengine/parallel.h) the plain pair is computed. Where the vocabulary is cut,
+// each rank has its part of the logits for all rows at once.
 //
 // Double backward is refused: backward with create_graph throws UsageError. Classes have no weights of their own, and
 // targets no probabilities; cross_entropy_loss has both.

@@ -69,7 +69,7 @@ TORCH_MODULE(RowParallelLinear);
 
 struct VocabParallelEmbeddingOptions {
   int64_t count = 0;                              // entries
-  int64_t size = 0;                               // of each
+  int64_t size = 0;                               // elements of each entry
   std::optional<int64_t> padding = std::nullopt;  // an entry that is zero and gets no gradient
 };
 
@@ -91,11 +91,11 @@ TORCH_MODULE(VocabParallelEmbedding);
 struct ParallelAttentionOptions {
   int64_t hidden = 0;
   int64_t heads = 0;
-  int64_t kv_heads = 0;   // of keys and values, a divisor of heads; 0: as many as heads
+  int64_t kv_heads = 0;   // heads of keys and values, a divisor of heads; 0: as many as heads
   int64_t head_size = 0;  // 0: hidden / heads
   bool bias = true;
   bool causal = true;
-  double dropout = 0;  // of what attends, in training
+  double dropout = 0;  // probability of dropping an attention weight in training
 };
 
 // Cosines and sines of positions, [time, head_size] each, for rotary embeddings (arXiv:2104.09864, halves rotated as in

@@ -53,8 +53,9 @@ struct EvalOptions {
   bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
 };
 struct Evaluation {
-  at::Tensor loss;                              // as of train_batch; undefined without compute_loss
-  std::vector<std::vector<at::Tensor>> logits;  // return_logits: of each micro-batch, on the rank of the last stage
+  at::Tensor loss;  // the loss as train_batch() returns it; undefined without compute_loss
+  // With return_logits: the logits of each micro-batch, on the rank of the last stage.
+  std::vector<std::vector<at::Tensor>> logits;
 };
 
 // The mean loss of a micro-batch, a scalar, from the last layer's outputs and the labels.
@@ -95,7 +96,7 @@ struct PipelineOptions {
   // seed_layers: layer i is built with the default generators seeded with base_seed + i, so that its start values do
   // not depend on the stages.
   uint64_t base_seed = 1234;
-  bool dynamic_shape = false;  // what stages send changes its shapes from one micro-batch to the next
+  bool dynamic_shape = false;  // tensors between stages change their shapes from one micro-batch to the next
   Tensors profile_inputs;      // partition "profile": a micro-batch for the first layer, on the CPU
 };
 
@@ -160,8 +161,8 @@ class PipelineModule : public torch::nn::Module {
   PipelineOptions options_;
   std::vector<int> bounds_;
   std::vector<int> rank_of_;
-  std::vector<char> own_;                                    // of each layer: this rank has built it
-  std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // of each own layer; null for functions
+  std::vector<char> own_;                                    // by layer: this rank has built it
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // by own layer; null for functions
   std::vector<TiedLayers> tied_;
   Region checkpoint_;
   int64_t checkpoint_interval_ = 0;

@@ -1,6 +1,5 @@
-// The plan: what an engine runs and why. Decided once from config, ranks and model, printed by rank 0, returned by
-// Engine::plan().
-// Torch-free.
+// The plan: what an engine runs and why. Decided once from config, ranks and model (config/plan/plan.h), printed by
+// rank 0, returned by Engine::plan(). Torch-free.
 //
 // Plain values without owners; a Plan that nobody changes is safe from any thread.
 #pragma once
@@ -48,7 +47,7 @@ struct Plan {
   DType model_dtype = DType::kFloat32;          // parameters in forward and backward
   DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
   DType communication_dtype = DType::kFloat32;  // on the wire when gradients are reduced
-  DType master_dtype = DType::kFloat32;         // what the optimizer updates; the model's: it is the parameters
+  DType master_dtype = DType::kFloat32;         // weights that the optimizer updates
   DType state_dtype = DType::kFloat32;          // optimizer states
   bool separate_master = false;                 // masters beside the parameters
   std::optional<DType> autocast;                // torch_autocast around forward
@@ -65,7 +64,7 @@ struct Plan {
   bool prescale_gradients = false;
   double predivide_factor = 1.0;
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
-  int64_t bucket_target_bytes = 0;        // what buckets aim at at most, in bytes of parameters; 0: no such limit
+  int64_t bucket_target_bytes = 0;        // largest size that buckets aim at, in bytes of parameters; 0: no such limit
   // How long a gradient's hook waits for other ranks before it leaves its reduction to a later hook; empty: without
   // limit.
   std::optional<std::chrono::milliseconds> reduction_patience;
@@ -75,13 +74,13 @@ struct Plan {
   int weight_bits = 0;              // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
   int frozen_bits = 0;              // 8: slices of frozen parameters are kept as 8-bit integers
   int gradient_bits = 0;            // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
-  int64_t gradient_node_ranks = 1;  // then: ranks whose gradients are added before they leave a node
-  // gradient_compression of reductions; method kNone: gradients are sent as they are, in communication_dtype.
+  int64_t gradient_node_ranks = 1;  // with gradient_bits: ranks whose gradients are added before they leave a node
+  // The compression of gradients in reductions; method kNone: gradients are sent in communication_dtype.
   config::GradientCompressionSection compression;
-  bool sparse_gradients = false;       // of gradients of embeddings, rows alone travel
-  int64_t compression_node_ranks = 1;  // then: ranks that add gradients as they are before a node sends
-  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
-  int64_t persistent_total = 0;        // and not more than so many in all
+  bool sparse_gradients = false;       // ranks send only the rows of embeddings' gradients that are used
+  int64_t compression_node_ranks = 1;  // with `compression`: ranks that add uncompressed gradients before a node sends
+  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay full
+  int64_t persistent_total = 0;        // stage 3: most elements of all parameters that stay full
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
   zero::Offload offload;             // offload_optimizer and offload_param
@@ -90,17 +89,17 @@ struct Plan {
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off
   double clip_value = 0.0;  // 0 = off
-  // What happens to a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged:
+  // The treatment of a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged:
   // kContinue.
   config::NonFiniteGradients non_finite = config::NonFiniteGradients::kContinue;
   bool locate_non_finite = false;  // each rank looks at its gradients before they are added and reduced
   LossScaling loss_scaling = LossScaling::kNone;
 
-  // The model is a pipeline of stages, of one too.
+  // How a model that is a pipeline runs, also one of a single stage.
   struct Pipeline {
     std::string schedule;                           // "1f1b", or the file of a program's own
     int64_t chunks = 1;                             // stages of a rank
-    std::shared_ptr<const pipeline::Schedule> own;  // what that file says; null: `schedule` names a kind
+    std::shared_ptr<const pipeline::Schedule> own;  // the schedule of that file; null: `schedule` names a kind
   };
   std::optional<Pipeline> pipeline;
 
@@ -108,8 +107,8 @@ struct Plan {
   struct Tensor {
     bool sequence_parallel = false;           // between layers, activations are cut along the sequence
     bool overlap = false;                     // an input's gradient is added up beside the weight's product
-    bool verify = false;                      // what is computed of parts is computed of wholes too
-    std::optional<int64_t> split_parameters;  // of `parameters`, elements that are parts of larger ones
+    bool verify = false;                      // results on shards are compared with results on full tensors
+    std::optional<int64_t> split_parameters;  // trainable elements that are parts of split parameters
   };
   Tensor tensor;
 

@@ -40,7 +40,7 @@ struct CommsStatistics {
   double total_ms = 0;        // the sum of their times
   double average_ms = 0;      // over the latest 1024, without the shortest and the longest tenth, as in DeepSpeed
   double algbw_gbps = 0;  // 10^9 bits a second at the average time; all_reduce counts each byte twice, as in DeepSpeed
-  double busbw_gbps = 0;  // as nccl-tests counts it: comparable with the speed of the slowest link
+  double busbw_gbps = 0;  // nccl-tests' bus bandwidth: comparable with the speed of the slowest link
 };
 
 // Returns what this rank has timed. Waits for operations that the device was given. Throws UsageError without
@@ -87,7 +87,7 @@ struct FlopsProfile {
 struct ProfileFlopsOptions {
   int64_t module_depth = -1;  // the largest types of modules are listed at each depth down to this one; -1: at all
   int64_t top_modules = 1;    // how many types are listed at a depth
-  bool detailed = true;       // also lists each module by itself
+  bool detailed = true;       // lists each module by itself, too
 };
 
 // Counts what `run`, called once on this thread, computes with the model: operators of other threads, but autograd's,

@@ -16,11 +16,11 @@
 //
 // For those who watch operators the kernels are one, dsengine::sparse_attention. They save query, key, value, masks,
 // the result and two numbers a query, so that a mask or result that is changed in place before backward is LibTorch's
-// error there, and hold keys and values in the wide type as scratch, 2 copies forward and 5 of each head that a thread
-// works on backward, with blocks and channels rounded up to a multiple of 16: blocks of less take more. They refuse
-// double backward (create_graph) with UsageError. Split tensors (dsengine/parallel.h) are taken where all three are cut
-// alike, along batch or heads: a rank has its heads' layouts. There is no dropout of weights, as DeepSpeed's has none.
-// docs/sparse_attention.md tells more.
+// error there. They hold keys and values in the wide type as scratch: 2 copies forward, and 5 of each head that a
+// thread works on backward. Blocks and channels are rounded up to a multiple of 16 in it, so that blocks of less take
+// more. They refuse double backward (create_graph) with UsageError. Split tensors (dsengine/parallel.h) are taken where
+// all three are cut alike, along batch or heads: a rank has its heads' layouts. There is no dropout of weights, as
+// DeepSpeed's has none. docs/sparse_attention.md tells more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,7 +48,7 @@ struct SparseAttentionOptions {
   // [time, time], or [batch or 1, heads or 1, time, time], or undefined. With kAdd: a relative position bias, too.
   at::Tensor attention_mask;
   MaskMode attention_mask_mode = MaskMode::kMultiply;
-  std::optional<double> scale;  // of the scores; nothing: 1 / sqrt(channels)
+  std::optional<double> scale;  // factor of the scores; empty: 1 / sqrt(channels)
 };
 
 //   query, key, value  [batch, heads, time, channels] of one shape, floating dtype and device

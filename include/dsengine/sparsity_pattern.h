@@ -62,10 +62,10 @@ struct BlockLayout {
 // there is room for: a window wider than they are, or more random columns, make rows dense.
 //
 // Random columns of a row are the num_random_blocks columns c of the smallest keys, of 0 to n - 1, or 0 to row where
-// the pattern is unidirectional: key = m(m(m(m(seed + g) + g (head + 1)) + g (row + 1)) + g (c + 1)) modulo 2^64, with
+// the pattern is unidirectional. key = m(m(m(m(seed + g) + g (head + 1)) + g (row + 1)) + g (c + 1)) modulo 2^64, with
 // the function m and the constant g of SplitMix64. So a layout of a unidirectional pattern is the upper left corner of
-// that of a longer sequence; but not of kFixed where both num_global_blocks and num_different_global_patterns are above
-// 1: a last window that is too short for its global columns has other ones then, as DeepSpeed's.
+// that of a longer sequence. The exception is kFixed where both num_global_blocks and num_different_global_patterns are
+// above 1: a last window that is too short for its global columns has other ones then, as DeepSpeed's.
 //
 // Throws UsageError for a pattern with a problem, heads < 1 and length < 1.
 BlockLayout block_layout(const SparsityPattern& pattern, int64_t heads, int64_t length, uint64_t seed);

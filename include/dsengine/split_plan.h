@@ -14,7 +14,7 @@ enum class Style : uint8_t {
   kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
   kRow,         // weight along in, bias whole: each rank has a part of the inputs, outputs are added
   kVocabulary,  // an embedding, or the scores of a vocabulary, along its entries
-  kWhole,       // as it is, on every rank
+  kWhole,       // replicated: each rank has the full parameter
 };
 
 // Which parameters are split, and how.
@@ -46,13 +46,13 @@ struct NamedShape {
 // How one parameter is split.
 struct ParameterSplit {
   std::string name;
-  std::vector<int64_t> sizes;        // of the full parameter
+  std::vector<int64_t> sizes;        // sizes of the full parameter
   int64_t dim = -1;                  // the dimension that is split; -1: none
-  std::vector<int64_t> blocks = {};  // as in the rule
+  std::vector<int64_t> blocks = {};  // SplitRule::blocks
   int64_t grain = 1;
   std::string reason;           // in words
   Style style = Style::kWhole;  // the rule's, where the parameter is cut
-  bool join_output = false;     // as in the rule
+  bool join_output = false;     // SplitRule::join_output
   bool summed = false;  // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
 
   bool is_split() const { return dim >= 0; }

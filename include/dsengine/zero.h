@@ -78,7 +78,7 @@ class Init {
 // Other parameters of the same buckets are unsharded as well.
 class GatheredParameters {
  public:
-  struct Scope;  // what the engine knows about the parameters
+  struct Scope;  // the engine's knowledge of the parameters
 
   // Collective. Everything in `scope` outlives this object. Throws CommError.
   explicit GatheredParameters(Scope scope);

@@ -1,4 +1,5 @@
-// Why the connection to a host has ended, in words.
+// Words for a connection between hosts that has ended. The first host notices it in cluster.cc and tells the other
+// hosts to end; the lost host notices it in launcher/protocol/node_link.cc and ends its ranks (node.cc).
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// The text that the user reads when a rank failed. Pure, but for flight_lines().
+// The text that the user reads when a rank failed or died, which job.cc beside it notices. Pure, but for
+// flight_lines().
 #pragma once
 
 #include <sys/types.h>

@@ -1,7 +1,5 @@
 #include "model/stages/pipeline_state.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <unordered_map>
 
@@ -54,13 +52,7 @@ std::unique_ptr<PipelineState> build_pipeline(const std::shared_ptr<pipeline::Pi
   auto parts = std::make_unique<PipelineState>();
   parts->module = module;
   parts->ranks = ranks;
-  for (const pipeline::TiedLayers& tied : module->tied()) {
-    TiedWeights weights;
-    weights.ranks = ranks->new_group(tied.ranks, cat("tied ", tied.key));
-    weights.parameters = module->tied_parameters(tied.key);
-    weights.name = tied.name;
-    parts->tied.push_back(std::move(weights));
-  }
+  parts->tied = make_tied_weights(*module, *ranks);
   return parts;
 }
 
@@ -84,24 +76,6 @@ std::string layers_text(const PipelineState& parts) {
   text += "\nranks of the stages\t";
   for (const int rank : parts.module->placement()) text += cat(rank, ' ');
   return text + '\n';
-}
-
-bool PipelineState::is_copy(const std::string& name) const {
-  return std::any_of(tied.begin(), tied.end(), [&](const TiedWeights& weights) {
-    return weights.ranks && !weights.is_first() && name.starts_with(weights.name + ".");
-  });
-}
-
-void share_start_values(PipelineState& parts) {
-  const at::NoGradGuard no_grad;
-  for (const TiedWeights& tied : parts.tied) {
-    if (!tied.ranks) continue;
-    for (const at::Tensor& parameter : tied.parameters) {
-      const at::Tensor values = parameter.detach().contiguous();
-      tied.ranks->broadcast(values, 0, "tied weights").wait();
-      if (!values.is_alias_of(parameter)) parameter.detach().copy_(values);
-    }
-  }
 }
 
 void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets) {

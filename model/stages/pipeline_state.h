@@ -11,21 +11,14 @@
 #include "dsengine/config.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/pipeline.h"
+#include "model/stages/tied_weights.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/stage_runner.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {
 
-// Weights of which several ranks of the pipeline have a copy each.
-struct TiedWeights {
-  std::shared_ptr<comm::Communicator> ranks;  // null on a rank that has none of them
-  std::vector<at::Tensor> parameters;         // of this rank
-  std::string name;                           // the name of their layers
-  // Whether this rank's copy counts for the norm of the model and is written to checkpoints.
-  bool is_first() const { return ranks && ranks->rank() == 0; }
-};
-
+// The stages of a pipeline that this rank has, and how it runs them.
 struct PipelineState {
   std::shared_ptr<pipeline::PipelineModule> module;
   std::shared_ptr<comm::Communicator> ranks;  // this rank's pipeline: one rank of each data-parallel group
@@ -38,13 +31,13 @@ struct PipelineState {
   std::map<int, pipeline::Schedule> evaluations;  // forward-only, by number of micro-batches
 
   int stages() const { return static_cast<int>(module->bounds().size()) - 1; }
-  // Whether this rank stands for a bucket in what is counted once.
+  // Whether this rank stands for a bucket in what is counted once over the pipeline.
   bool counts(size_t bucket) const {
     const int index = tied_of_bucket[bucket];
     return index < 0 || tied[static_cast<size_t>(index)].is_first();
   }
   // Whether a parameter or buffer of this name is a copy of what the first rank of its tie has.
-  bool is_copy(const std::string& name) const;
+  bool is_copy(const std::string& name) const { return is_tied_copy(tied, name); }
 };
 
 // Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
@@ -59,9 +52,6 @@ void require_equal_batches(const PipelineState& parts, const DataLoader& loader,
 
 // Describes what has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
 std::string layers_text(const PipelineState& parts);
-
-// Copies tied weights from the first rank of each tie to the others. Collective over the ranks of the pipeline.
-void share_start_values(PipelineState& parts);
 
 // Notes which buckets are tied, and which belong to the backward of each stage.
 void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets);

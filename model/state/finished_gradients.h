@@ -1,4 +1,5 @@
-// Reduced gradients, as the optimizer and the program find them between the last backward() and step(), and their norm.
+// Reduced gradients, as the optimizer and the program find them between the last backward() and step(), and their
+// global norm. optim/clip.h turns the norm into the clip factor.
 //
 // Beside the reduction over data-parallel ranks some gradients are partial sums along another axis
 // (model/state/axes.h): those of tied weights on several stages of a pipeline and, with

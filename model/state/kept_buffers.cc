@@ -13,8 +13,8 @@ bool is_in_any(const std::string& pattern, const std::vector<zero::Parameter>& l
   return std::any_of(list.begin(), list.end(), [&](const auto& one) { return is_found_in(pattern, one.name); });
 }
 
-// What a pattern has found, of which the largest of all ranks counts: ranks of a pipeline know the layers of their own
-// stages alone.
+// The kind of tensor that a pattern has found. The largest kind of all ranks counts, because ranks of a pipeline know
+// only the layers of their own stages.
 enum class Found { kNothing, kParameters, kBuffers };
 
 Found look_for(const std::string& pattern, const ModelParameters& parameters,

@@ -1,5 +1,6 @@
-// The optimizer of a model, with its states: an optimizer over the buckets, of ours or made of the program's, or the
-// program's own over the parameters.
+// The optimizer that a model has, and its states, however it was made: one of ours on slices of buckets, the program's
+// wrapped to work on slices, or the program's on full parameters. engine/setup/optimizer_setup.h makes the first kind,
+// client_setup.h beside it the other two.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,30 +17,31 @@
 
 namespace ds::engine {
 
-// An optimizer of the program works on slices, and then `own` is made of it, or on whole parameters: no `own` then.
+// Gives one view of the three kinds. The program's optimizer on slices has both `own`, which wraps it, and `client`; on
+// full parameters it has only `client`.
 struct ModelOptimizer {
   std::shared_ptr<optimizers::SliceOptimizer> own;  // slice b is that of bucket b
-  std::shared_ptr<torch::optim::Optimizer> client;  // the program's, which has the learning rates
-  // The states that the program's keeps of the parameters of each group; null: it works on whole parameters, at stage 0
-  // in float32.
+  std::shared_ptr<torch::optim::Optimizer> client;  // the program's, which has the learning rates; null: none
+  // The states that the program's optimizer keeps for each group; null: it works on full parameters, at stage 0 in
+  // float32.
   std::shared_ptr<const std::vector<optimizers::ClientState>> client_states;
 
-  // The optimizer that the config names, which the program changes by groups().
+  // Returns the optimizer that the config names, whose groups() the program may change.
   std::shared_ptr<optimizers::ShardOptimizer> of_config() const;
   bool steps_on_parameters() const { return client && !own; }
 
   std::string name() const;
   std::vector<double> learning_rates() const;  // the rate of each parameter group
-  // The options of the groups, as a checkpoint keeps them; set_group_options() takes as many groups.
+  // Returns the options of the groups, as a checkpoint keeps them; set_group_options() takes as many groups.
   std::vector<optimizers::GroupOptions> group_options() const;
   void set_group_options(const std::vector<optimizers::GroupOptions>& options) const;
-  // {beta1, beta2} or {momentum, 0} of each parameter group; empty for the program's.
+  // Returns {beta1, beta2} or {momentum, 0} of each parameter group; empty for the program's optimizer.
   std::vector<std::vector<double>> momenta() const;
-  // Steps begun so far; 0 for the program's, which counts by itself.
+  // Returns the number of steps begun so far; 0 for the program's optimizer, which counts by itself.
   int64_t step_count() const { return own ? own->step_count() : 0; }
   // Sets the step count back after a step that failed.
   void go_back_to(int64_t steps) const;
-  // Returns the flat states of a bucket; none for the program's.
+  // Returns the flat states of a bucket; none for the program's optimizer.
   optimizers::NamedStates states(size_t bucket) const;
   // Returns the weights that the model has for a bucket with this master.
   at::Tensor weights(size_t bucket, const at::Tensor& master) const;

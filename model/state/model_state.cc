@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "model/stages/tied_weights.h"
+
 namespace ds::engine {
 
 zero::BucketGroups ModelState::groups_of(size_t /*bucket*/) const {

@@ -1,7 +1,8 @@
-// The model as one rank of an engine has it: what saving, loading and reading the state need.
+// The model as one rank has it: module, plan, ranks, parameters, buckets, masters, gradients and optimizer. Saving,
+// loading and reading a model take it; an engine and the wrappers of loops drive it.
 //
-// It has no steps and no order of calls: those are CallOrder's and the update's. Buckets are numbered: trainable ones
-// first, then frozen ones. One per engine, used by the engine's thread.
+// It does not know in which order it may be used (config/order) and makes no steps (engine/update). Buckets are
+// numbered: trainable ones first, then frozen ones. Used by one thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,7 @@
 
 namespace ds::engine {
 
-// How gradients come together, in the order of construction.
+// The objects that reduce gradients, in the order of construction.
 struct GradientDeps {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
   std::unique_ptr<zero::GradientCheck> check;        // null: without locate_non_finite
@@ -49,63 +50,65 @@ struct ModelState {
   std::unique_ptr<TensorParts> tensor;        // null: no parameter is split over ranks
   std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
-  std::vector<ParameterInfo> infos;           // of them
-  std::vector<zero::Parameter> frozen;
-  FrozenHere frozen_here;        // without an optimizer: of `frozen`, until the engine ends
-  std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
+  std::vector<ParameterInfo> infos;           // names and shapes of `parameters`, for optimizers
+  std::vector<zero::Parameter> frozen;        // parameters without a gradient
+  FrozenHere frozen_here;                     // without an optimizer: keeps `frozen` frozen until the engine ends
+  std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
-  // Per bucket: what the optimizer updates. Of the model's dtype: views of the buckets; else copies
-  // (plan.master_dtype).
+  // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets where that is the
+  // model's dtype, else copies.
   std::vector<at::Tensor> masters;
   GradientDeps gradients;
-  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // of the buckets
+  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // over which ranks to add, count and compare
   std::unique_ptr<zero::ParameterAccess> access;
-  zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
+  zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
   ModelOptimizer optimizer;
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
-  // Modules that the config has chosen drop activations as long as this lives; null: none do.
+  // Modules that the config has chosen recompute activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
 
-  // The one place that says which ranks share a bucket.
+  // Returns the groups of ranks that share a bucket; no other place decides this.
   zero::BucketGroups groups_of(size_t bucket) const;
-  // All groups of ranks, each once.
+  // Returns all groups of ranks, each once.
   std::vector<comm::Communicator*> all_groups() const;
   // Calls `update` for each trainable bucket whose optimizer works on the host, in order.
   void for_each_on_host(const std::function<void(size_t bucket)>& update) const;
   // Whether the program has frozen a trainable parameter, by its number, since initialize().
   bool is_held_still(int64_t parameter) const { return held_still[static_cast<size_t>(parameter)] != 0; }
-  // Frozen parameters that lie in no bucket and are full on every rank; none at stage 3.
+  // Returns the frozen parameters that lie in no bucket and are full on every rank; none at stage 3.
   std::span<const zero::Parameter> frozen_outside_buckets() const {
     return gatherer == nullptr ? std::span<const zero::Parameter>(frozen) : std::span<const zero::Parameter>();
   }
-  // The bytes that are kept in host memory and files.
+  // Returns the bytes that are kept in host memory and files.
   zero::OffloadedBytes offloaded_bytes() const { return offloaded ? offloaded->bytes() : zero::OffloadedBytes(); }
-  // The place in host memory where the reducer leaves gradients. Null: all of them stay on the device.
+  // Returns where in host memory the reducer leaves gradients. Null: all of them stay on the device.
   ReducedGradients* host_gradients() const { return offloaded ? offloaded->gradients() : nullptr; }
   // Whether the optimizer of a trainable bucket works on the host.
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
-  // What of a trainable bucket this rank updates: its slice, or the whole bucket.
+  // Returns the elements of a trainable bucket that this rank updates: its slice, or the whole bucket.
   at::Tensor own_part(size_t bucket) const;
-  // Calls `use` with the master of a bucket while it is in memory. `changes`: it writes there.
+  // Calls `use` with the master of a bucket while it is in memory. `changes`: `use` writes there.
   void use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use) const;
-  // Between steps: whether gradients are reduced, as the optimizer's next step takes them.
+  // Tells the reducer whether the optimizer's next step takes reduced gradients, or this rank's own unreduced ones
+  // (1-bit optimizers in steps that compress). Called between steps.
   void choose_gradients() const;
 
-  // The number of ranks of this rank's pipeline; 1 without one.
+  // Returns the number of ranks of this rank's pipeline; 1 without one.
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
-  // This rank's number in its pipeline; 0 without one.
+  // Returns this rank's number in its pipeline; 0 without one.
   int pipeline_rank() const { return pipeline ? pipeline->ranks->rank() : 0; }
-  // Whether this rank stands for a trainable bucket in what is counted once over the whole model.
+  // Whether this rank adds a trainable bucket to what is counted once over the whole model. Other ranks have a copy.
   bool counts(size_t bucket) const;
-  // Whether this rank and the others of its tensor axis stand for a trainable bucket in what is counted once.
+  // Whether the ranks of this rank's tensor axis add a trainable bucket to what is counted once. Other stages of the
+  // pipeline may have a copy (tied weights).
   bool counts_in_stage(size_t bucket) const;
   // Whether each rank of the tensor axis has a partial sum of the gradient of a trainable bucket, whose parameters are
   // replicated along the axis (sequence parallelism): they are to be added.
   bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
   // Whether a trainable bucket holds parts of split parameters: each rank of the tensor axis has another part.
   bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
-  // Whether a parameter or buffer is a copy of what another stage has.
+  // Whether a parameter or buffer is a copy of a tied weight of another stage.
   bool is_copy(const std::string& name) const { return pipeline && pipeline->is_copy(name); }
 };
 

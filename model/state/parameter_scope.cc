@@ -24,6 +24,7 @@
 #include "core/split/tensor_part.h"
 #include "core/split/whole_in_place.h"
 #include "core/tensor_check.h"
+#include "model/stages/tied_weights.h"
 #include "model/state/model_state.h"
 #include "model/state/tensor_parts.h"
 #include "zero/gather/gathered_scope.h"

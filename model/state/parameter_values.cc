@@ -9,7 +9,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 #include "zero/partition.h"
 
 namespace ds::engine {

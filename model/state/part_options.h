@@ -1,5 +1,5 @@
-// From the config and the plan to the options of an engine's parts: the one place where they meet, and where a part's
-// own default is replaced.
+// Derives the options of reducer, buckets, offloading, loss scaler and recomputation from config and plan. This is the
+// one place where a value of the config replaces the default of such a part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,23 +17,25 @@
 
 namespace ds::engine {
 
+// Converts a dtype of the config.
 at::ScalarType scalar_type(config::DType dtype);
-// Nothing stays nothing.
+// Converts a dtype that may be missing.
 std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dtype);
 
-// `model`: its name, for messages.
+// `model`: the name of the model, for messages.
 zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model);
 
 // `pipeline` may be null.
 BucketOptions bucket_options(const Plan& plan, const PipelineState* pipeline, const ModelParameters& parameters);
 
-// What is kept beside the device. Keeps references to `layout`.
+// Describes what is kept beside the device. The result refers to `layout`.
 OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& layout,
                                  const config::OptimizerSection& optimizer);
 
 optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config);
 
-// Of recompute::checkpoint() on this thread; what has no key is as in `own`. Throws ConfigError.
+// Returns the options of recompute::checkpoint() for this thread; those without a key are as in `own`. Throws
+// ConfigError.
 recompute::CheckpointOptions checkpoint_options(const config::ActivationCheckpointingSection& section,
                                                 recompute::CheckpointOptions own);
 

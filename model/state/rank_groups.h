@@ -1,4 +1,5 @@
-// The groups of ranks that an engine's parts talk over.
+// The groups of data-parallel ranks: which of them share a copy of the model state, which hold equal slices, and which
+// serve one purpose alone. Groups along the other axes are in ranks.h.
 #pragma once
 
 #include <memory>
@@ -10,6 +11,7 @@
 
 namespace ds::engine {
 
+// The groups inside the data axis of this rank.
 struct RankGroups {
   // Ranks that share one copy of the model state, each with its slice: all data-parallel ranks or, with
   // mics_shard_size, so many consecutive ones.
@@ -30,7 +32,7 @@ struct RankGroups {
   std::shared_ptr<comm::Communicator> buffers;
 };
 
-// Collective over `world`, the data-parallel ranks.
+// Makes the groups that the plan asks for. Collective over `world`, the data-parallel ranks.
 RankGroups make_rank_groups(const Plan& plan, const std::shared_ptr<comm::Communicator>& world);
 
 }  // namespace ds::engine

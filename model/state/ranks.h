@@ -1,4 +1,5 @@
-// The ranks that an engine's parts talk with, and where this one is among them.
+// The place of this rank in the grid of ranks, and the groups along its axes. Groups inside the data axis, which share
+// buckets, are in rank_groups.h; over which of them gradients are added is in axes.h.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,25 +12,26 @@
 
 namespace ds::engine {
 
+// The ranks of one model, as one of them has them.
 struct Ranks {
   std::shared_ptr<comm::Communicator> world;   // all ranks
-  std::shared_ptr<comm::Communicator> part;    // those with the same part of the model: data-parallel ranks
-  std::shared_ptr<comm::Communicator> tensor;  // those with parts of the same parameters; null: they are whole
+  std::shared_ptr<comm::Communicator> part;    // data-parallel ranks: those with the same part of the model
+  std::shared_ptr<comm::Communicator> tensor;  // ranks with parts of the same parameters; null: parameters are full
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
-  RankGroups groups;                           // within `part`
+  RankGroups groups;                           // groups of ranks inside `part`
   bool tensor_inside_host = true;              // every tensor axis lies inside a host
-  int local_rank = 0;                          // among those of this host
+  int local_rank = 0;                          // this rank's number on its host
   c10::Device device = c10::kCPU;
 
-  // The lowest of the ranks with the same part of the model: they are apart by the ranks of a tensor axis.
+  // Returns the lowest of the ranks with the same part of the model. They are as far apart as a tensor axis is long.
   int first_of_part() const { return world->rank() - part->rank() * tensor_ranks(); }
-  // The ranks that hold the same layers, full or as parts over a tensor axis: with such an axis, which excludes a
-  // pipeline, all ranks.
+  // Returns the ranks that hold the same layers, full or as parts over a tensor axis. With such an axis, which excludes
+  // a pipeline, these are all ranks.
   comm::Communicator& layer_ranks() const { return tensor ? *world : *part; }
-  // The lowest of layer_ranks().
+  // Returns the lowest of layer_ranks().
   int first_of_layer_ranks() const { return world->rank() - layer_ranks().rank(); }
   int tensor_ranks() const { return tensor ? tensor->size() : 1; }
-  // This rank's place among those that draw random numbers of their own: ranks of a tensor axis draw the same.
+  // Returns this rank's number among those that draw random numbers of their own. Ranks of a tensor axis draw alike.
   int stream() const { return world->rank() / tensor_ranks(); }
 };
 

@@ -14,7 +14,7 @@
 #include "dsengine/pipeline.h"
 #include "layers/compressed/compressed_model.h"
 #include "model/state/tensor_parts.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::engine {
 namespace {

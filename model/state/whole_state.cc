@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "model/state/tensor_parts.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::engine {
 namespace {

@@ -65,7 +65,7 @@ __device__ void store_encoded(void* data, FloatFormat type, int64_t i, const Vec
   });
 }
 
-// Of masters and states: kNarrow where some of a launch are no float32. Without it the code is that of float32 alone.
+// Loads masters or states. kNarrow: some of the launch are not float32; without it the code is for float32 alone.
 template <bool kNarrow, int kCount = kVector>
 __device__ Vector<float, kCount> load_kept(const void* data, FloatFormat type, int64_t i) {
   if constexpr (kNarrow) {

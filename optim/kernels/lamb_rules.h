@@ -32,7 +32,7 @@ class LambElement {
     states[1] = fmaf(c_.square_share * g, g, states[1] * c_.beta2);
   }
 
-  // The same in both passes: u.
+  // Returns u, with the same bits in both passes.
   DS_HOST_DEVICE float direction(float w, const float* states) const {
     const float divisor = c_.eps_inside_sqrt ? sqrtf(states[1] + c_.eps) : sqrtf(states[1]) + c_.eps;
     const float u = states[0] / divisor;
@@ -43,8 +43,8 @@ class LambElement {
   LambCoefficients c_;
 };
 
-// What the second pass multiplies u by: step size and trust coefficient, from the sums of squares of the parameter's
-// weights and of its u, in this order.
+// Returns the factor of u in the second pass: step size and trust coefficient, from the sums of squares of the
+// parameter's weights and of its u, in this order.
 DS_HOST_DEVICE inline float lamb_factor(const LambCoefficients& c, const double* squares) {
   double trust = 1.0;
   if (squares[0] != 0.0 && squares[1] != 0.0) {

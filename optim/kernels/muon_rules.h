@@ -1,4 +1,4 @@
-// What Muon (optim/muon.h) does before and after it makes a matrix orthogonal, as rules of
+// The computations of Muon (optim/muon.h) before and after it makes a matrix orthogonal, as rules of
 // optim/kernels/element_rules.h. Torch-free; a compiler of kernels reads it.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the vector kernels work on: plain arrays in the host's memory. Torch-free.
+// The plain arrays that the vector kernels work on, in the host's memory. Torch-free.
 //
 // The kernels are written with Google Highway and compiled for several instruction sets; the best that the machine has
 // is chosen at run time. A kernel makes one pass over the memory and has no temporaries. Arrays need no alignment

@@ -124,7 +124,7 @@ void pass_with_gradient(const Rule& rule, const SliceArrays& arrays, size_t begi
   }
 }
 
-// Of masters and states in float32.
+// The pass over masters and states in float32.
 template <class Rule>
 void wide_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
   switch (arrays.gradient_type) {

@@ -66,7 +66,7 @@ class Axis : public SplitAxis {
   bool overlaps_ = false;
 };
 
-// That of a split tensor.
+// Returns the axis of a split tensor.
 std::shared_ptr<Axis> axis_of(const Placement& placement);
 
 }  // namespace ds::parallel

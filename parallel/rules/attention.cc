@@ -76,7 +76,7 @@ std::optional<Cut> attention_cut(const Call& call, const Attention& attention) {
   return *result;
 }
 
-// As what is added to the scores: the composed attention below does not know masks of booleans.
+// Returns the mask as a term that is added to the scores, because the composed attention below knows no boolean masks.
 at::Tensor additive(const at::Tensor& mask, const at::Tensor& query) {
   if (!mask.defined() || mask.scalar_type() != at::kBool) return mask;
   return at::zeros_like(mask, query.scalar_type())

@@ -51,7 +51,8 @@ void widen(ClassLoss& loss) {
 
 at::Tensor kept_rows(const ClassLoss& loss, const at::Tensor& target) { return target.ne(loss.ignored); }
 
-// What each row counts in a mean, and its loss is multiplied with: 0 where it is ignored, else the weight of its class.
+// Returns the weight of each row in a mean, with which its loss is multiplied: 0 where the row is ignored, else the
+// weight of its class.
 at::Tensor row_weights(const Call& call, const ClassLoss& loss, const at::Tensor& target) {
   at::Tensor kept = kept_rows(loss, target);
   if (!loss.weight.defined()) return kept;
@@ -68,7 +69,7 @@ at::Tensor reduce_rows(const at::Tensor& losses, const at::Tensor& weights, int6
   return (sum / weights.sum(wide)).to(losses.scalar_type());
 }
 
-// Of each row, this rank's part of the weighted sum over classes.
+// Returns this rank's part of the weighted sum over classes, for each row.
 at::Tensor smoothing_sums(const Call& call, const ClassLoss& loss, const at::Tensor& shifted) {
   if (!loss.weight.defined()) return shifted.sum(1);
   const at::Tensor weight = part_as(loss.weight, along(*loss.scores.cut, 0), call.axis());

@@ -28,7 +28,7 @@ Reduced reduced(const Operand& x, const std::vector<int64_t>& dims, bool keep) {
   return result;
 }
 
-// Of an argument that is a dimension, a list of them, or nothing (all). Nothing where one is out of range.
+// Returns the dimensions that an argument names: one, a list, or all for no argument. Empty where one is out of range.
 std::optional<std::vector<int64_t>> dims_of(const c10::IValue& value, const Operand& x) {
   std::vector<int64_t> dims;
   if (value.isInt()) dims = {value.toInt()};
@@ -63,7 +63,7 @@ Outcome add_up(Call& call) {
   const at::ScalarType given = dtype.value_or(x.tensor.scalar_type());
   if (mean && !x.tensor.is_floating_point() && !dtype) return Outcome::kJoin;  // an error, as for plain tensors
   const Reduced left = reduced(x, *dims, keep);
-  // Of a mean too: the sum that it is made of may be beyond float16.
+  // A mean is made of a sum, too, which may be beyond float16.
   at::Tensor sum = at::sum(x.tensor, *dims, keep, is_narrow(given) ? std::optional(at::kFloat) : dtype);
   if (!left.cut) sum = summed(sum, call.axis());
   if (mean) {

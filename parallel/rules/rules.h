@@ -1,7 +1,8 @@
-// The ways to compute an operator on split tensors: rules by subject, what every operator can do (its tensors are
-// joined), and the proof of a rule on the program's own tensors.
+// The ways to compute an operator on split tensors, among which parallel/dispatch.h chooses: the rules, by subject;
+// joining the full tensors, which works for every operator; and the proof of a rule on the program's own tensors.
 //
-// Each function of a subject adds its rules to a table; a rule leaves to others what it does not know (Outcome).
+// Each add_..._rules() adds the rules of one subject to the table. A rule returns in its Outcome whether it knew the
+// call; others get what it does not know.
 #pragma once
 
 #include <functional>
@@ -10,7 +11,8 @@
 
 namespace ds::parallel {
 
-// Element by element, with broadcasting; also in place. For all operators with the tag `pointwise`.
+// Computes an operator element by element, with broadcasting, also in place. It serves all operators with LibTorch's
+// tag `pointwise`.
 Outcome compute_pointwise(Call& call);
 
 void add_pointwise_rules(RuleTable& table);      // copies, casts, fills, tensors like another
@@ -24,16 +26,18 @@ void add_attention_rules(RuleTable& table);      // scaled_dot_product_attention
 void add_loss_rules(RuleTable& table);           // cross_entropy_loss, nll_loss, mse_loss
 void add_random_rules(RuleTable& table);         // dropout
 
-// Computes the operator on joined tensors, on each rank the whole, and counts the join. A split tensor that the
-// operator changes gets its part of the change. A result that is a view of a joined tensor is a split tensor without a
-// cut, which refuses changes. Throws UsageError for operators that change a split tensor's sizes or memory in place.
+// Gathers the full tensors, computes the operator on them on every rank, and counts the join. A split tensor that the
+// operator changes in place gets its part of the change. A result that is a view of a joined tensor is a split tensor
+// without a cut, which refuses changes. Throws UsageError for operators that change a split tensor's sizes or memory in
+// place.
 void join_operands(Call& call);
-// Computes an operator whose split operands have no cut. Of summed tensors alone it makes summed ones; beside others
-// that have a gradient they get one T-th of theirs.
+// Computes an operator whose split operands have no cut. Where all of them are summed tensors (full values, partial
+// sums of the gradient) the results are summed too. Beside other operands that have a gradient, they get one T-th of
+// theirs, for T ranks of the axis.
 void run_uncut(Call& call);
 
-// Computes an operator with partial sums among its operands: an operator that is linear in them gives a partial sum,
-// for others they are added up.
+// Computes an operator with partial sums among its operands. An operator that is linear in them gives a partial sum;
+// for other operators the sums are completed first.
 void run_on_addends(Call& call);
 
 // Calls `change` for every split tensor among the arguments, also in lists, and puts what it returns in its place.

@@ -74,7 +74,8 @@ std::vector<at::Tensor> tensors_of(const torch::jit::Stack& results) {
   return tensors;
 }
 
-// Of a sum of the results with weights that are the same for both ways; undefined where a leaf has no part in it.
+// Returns the gradients of a sum of the results, with weights that are the same for both ways; undefined where a leaf
+// has no part in it.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& leaves) {
   at::Tensor loss;
   for (const at::Tensor& result : results) {

@@ -35,9 +35,9 @@ struct Action {
   bool operator==(const Action&) const = default;
 };
 
-// As torch.distributed.pipelining writes its compute actions: stage, letter, micro-batch. "0F3" forward, "0B3"
-// backward, "0I3" backward of the input, "0W3" of the weights; "0SF3", "0RF3" an activation is sent, received, "0SB3",
-// "0RB3" a gradient; "REDUCE", "REDUCE_TIED", "STEP".
+// Returns the text of an action, as torch.distributed.pipelining writes it: stage, letter, micro-batch. "0F3" forward,
+// "0B3" backward, "0I3" backward of the input, "0W3" of the weights; "0SF3", "0RF3" an activation is sent, received,
+// "0SB3", "0RB3" a gradient; "REDUCE", "REDUCE_TIED", "STEP".
 std::string to_text(const Action& action);
 std::ostream& operator<<(std::ostream& out, const Action& action);  // the same, as a part of a message
 // Throws ConfigError naming the text for anything else.

@@ -1,5 +1,6 @@
-// The order in which each rank of a kind of schedule computes: its F, B, I and W, without messages. Torch-free,
-// internal to pipeline/. Chunks are numbered as make_schedule() deals them: place_stages().
+// The orders of the built-in schedules (GPipe, 1F1B, interleaved, zero bubble, DualPipeV, inference): which forwards
+// and backwards (F, B, I, W) each rank computes when, without messages. Executed by pipeline/stage_runner.h.
+// Torch-free, internal to pipeline/. Chunks are numbered as make_schedule() deals them: place_stages().
 #pragma once
 
 #include <vector>
@@ -9,12 +10,13 @@
 
 namespace ds::pipeline {
 
-using ComputeOrder = std::vector<Action>;  // what one rank computes, in order
+// The computations of one rank, in order.
+using ComputeOrder = std::vector<Action>;
 
 ComputeOrder gpipe_order(const ScheduleShape& shape, int rank);
 ComputeOrder one_f_one_b_order(const ScheduleShape& shape, int rank);
 ComputeOrder interleaved_order(const ScheduleShape& shape, int rank);
-// Forwards alone, of a rank that runs `stages` (ascending), whatever stages other ranks run.
+// Returns the forwards of a rank that runs `stages` (ascending), whatever stages other ranks run.
 ComputeOrder inference_order(const ScheduleShape& shape, const std::vector<int>& stages);
 ComputeOrder zero_bubble_h1_order(const ScheduleShape& shape, int rank);
 ComputeOrder zero_bubble_h2_order(const ScheduleShape& shape, int rank);

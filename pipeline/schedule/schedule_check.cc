@@ -162,7 +162,7 @@ class Checker {
                   schedule_.actions[rank_of(action)].size(), " positions");
   }
 
-  // That what an action needs of its own rank comes before it.
+  // Requires that everything an action needs from its own rank comes before it.
   void check_compute(const Action& action) {
     const auto [kind, stage, i] = action;
     if (kind == kForward) {
@@ -259,7 +259,7 @@ class Checker {
     }
   }
 
-  // What an action receives that is sent somewhere.
+  // Returns the message that an action receives, if it is sent somewhere.
   std::optional<Message> received_message(int rank, const Action& action) const {
     if (!is_recv(action.kind) || action.stage < 0 || action.stage >= schedule_.stages() || action.micro_batch < 0 ||
         action.micro_batch >= schedule_.shape.micro_batches || rank_of(action) != rank) {
@@ -304,7 +304,7 @@ class Checker {
   Problems problems_;
 };
 
-// What everything else is counted by.
+// Returns the problems of the numbers by which all else is counted.
 std::vector<std::string> shape_problems(const Schedule& schedule) {
   const ScheduleShape& shape = schedule.shape;
   if (shape.ranks < 1 || shape.chunks < 1 || shape.micro_batches < 1) {

@@ -44,15 +44,14 @@ struct MessageTimes {
 // `times` of each stage; one entry: of all of them. `message`: from the end of an action to when another rank can use
 // what it sent. Throws ConfigError for a schedule that is not sound.
 Timetable simulate(const Schedule& schedule, const std::vector<StageTimes>& times, double message = 0);
-// The same with `messages`: times between each stage and the next, one entry fewer than stages, or one entry for all of
-// them.
+// Simulates with times of messages between each stage and the next: one entry fewer than stages, or one entry for all.
 Timetable simulate(const Schedule& schedule, const std::vector<StageTimes>& times,
                    const std::vector<MessageTimes>& messages);
 
 // Most activations that a rank holds at once, in micro-batches of one stage: from the start of F to the end of B or, of
 // its part `weight_share` that W still needs, from the end of I to the end of W. In inference to the end of F.
 std::vector<double> peak_activations(const Schedule& schedule, double weight_share = 1.0);
-// The same where a micro-batch takes sizes[stage] of memory in a stage, in any one unit.
+// Returns the peaks where a micro-batch takes sizes[stage] of memory in a stage, in any one unit.
 std::vector<double> peak_activations(const Schedule& schedule, const std::vector<double>& sizes,
                                      double weight_share = 1.0);
 

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "comm/gradient_groups.h"
+#include "comm/slice_group.h"
 #include "core/check.h"
 #include "tests/model/client_run.h"
 #include "tests/support/autocast_scope.h"
@@ -163,7 +163,7 @@ TEST(GradScaler, RanksLeaveOutAStepTogether) {
     run_ranks(3, [&](comm::Communicator& communicator) {
       One one;
       const auto group = borrowed(communicator);
-      if (!by_option) comm::note_gradient_group(one.parameter, group);
+      if (!by_option) comm::note_slice_group(one.parameter, group);
       GradScaler scaler({.init_scale = 64, .process_group = by_option ? group : nullptr});
       one.backward(scaler, communicator.rank() == 1 ? kInfinity : 0.5F);
       EXPECT_FALSE(scaler.step(one.optimizer));

@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "core/check.h"
+#include "optim/chunked_update.h"
 #include "optim/muon.h"
-#include "optim/slice_update.h"
 #include "tests/optim/sharded_model.h"
 #include "tests/support/thrown.h"
 

@@ -1,4 +1,4 @@
-#include "comm/gradient_groups.h"
+#include "comm/slice_group.h"
 
 #include "core/tensor_table.h"
 
@@ -17,12 +17,12 @@ TensorTable<Note>& notes() {
 
 }  // namespace
 
-void note_gradient_group(const at::Tensor& slice, const std::shared_ptr<Communicator>& group) {
+void note_slice_group(const at::Tensor& slice, const std::shared_ptr<Communicator>& group) {
   notes().drop([](const Note& /*of_a_tensor_that_lives*/) { return false; });
   notes().set(slice, Note{std::weak_ptr(group), group.use_count() == 0 ? group : nullptr});
 }
 
-std::shared_ptr<Communicator> gradient_group_of(const at::Tensor& parameter) {
+std::shared_ptr<Communicator> slice_group_of(const at::Tensor& parameter) {
   const Note note = notes().find(parameter);
   return note.borrowed ? note.borrowed : note.group.lock();
 }

@@ -1,4 +1,9 @@
-// Chooses between the vector kernels (optim/kernels) and LibTorch's for the update of a slice.
+// The update of one slice by the vector kernels for CPUs (optim/kernels), with LibTorch's operators where these cannot
+// work.
+//
+// An optimizer with such kernels calls update_slice() for one slice on any device. Slices on a GPU are updated by
+// device_update.h, all in one launch. What the kernels do not take is updated by chunked_update.h, which the optimizer
+// hands over.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,16 +16,16 @@
 
 namespace ds::optimizers {
 
-// The tensors of one slice, flat and of equal length. `copy` gets the new weights; undefined: not wanted.
+// The tensors of one slice, flat and of equal length.
 struct SliceTensors {
   at::Tensor master;
-  std::vector<at::Tensor> states;  // as the vector kernel says, at most three; an undefined one is left out
+  std::vector<at::Tensor> states;  // at most three, in the order of the vector kernel; undefined ones are left out
   at::Tensor gradient;
   double gradient_scale = 1.0;
-  at::Tensor copy;
+  at::Tensor copy;  // gets the new weights; undefined: not wanted
 };
 
-// The memory of a slice whose types kernels know; with its copy, unless `with_copy` is false.
+// Returns the memory of a slice whose dtypes the kernels know, with its copy unless `with_copy` is false.
 SliceArrays arrays_of(const SliceTensors& slice, bool with_copy = true);
 
 // Updates elements `begin` to `end` - 1 of arrays.

@@ -1,4 +1,4 @@
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-#include "optim/vector_update.h"
+#include "optim/cpu_update.h"
 
 #include <ATen/core/grad_mode.h>
 
