@@ -38,9 +38,9 @@ void require_engines(const std::vector<std::shared_ptr<Engine>>& engines) {
 
 // The factor of one pass is that of all gradients it makes.
 void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
-  const int64_t first = engines.front()->order.micro_batches_of_update();
+  const int64_t first = engines.front()->order.micro_batches.per_update();
   for (const Engine::Impl* const engine : engines) {
-    const int64_t own = engine->order.micro_batches_of_update();
+    const int64_t own = engine->order.micro_batches.per_update();
     require(own == first, "backward(loss, engines): expected one gradient_accumulation_steps, by which the loss is ",
             "divided, found ", first, " and ", own, " (of ", engine->state.module->name(),
             "); give the configs one value, or divide the loss yourself and pass scale_wrt_gas = false");
@@ -54,10 +54,10 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
   for (Engine::Impl* const engine : engines) {
     const double own = engine->accumulation->loss_scale();
     if (own == smallest) continue;
-    require(engine->loss_scaler && engine->loss_scaler->dynamic() && engine->order.accumulation_begins(),
+    require(engine->loss_scaler && engine->loss_scaler->dynamic() && engine->order.micro_batches.at_start(),
             "backward(loss, engines): expected one loss scale, found ", own, " (of ", engine->state.module->name(),
-            ", which cannot change it ", engine->order.accumulation_begins() ? "" : "inside an accumulation", ") and ",
-            smallest, "; give the fp16 sections of the configs the same values");
+            ", which cannot change it ", engine->order.micro_batches.at_start() ? "" : "inside an accumulation",
+            ") and ", smallest, "; give the fp16 sections of the configs the same values");
     // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
     engine->step->late().read();
     engine->loss_scaler->lower_to(smallest);
@@ -88,9 +88,9 @@ void Engine::Impl::require_backward() {
 
 void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
   reporter->backward_begins();
-  const int64_t micro_batch = order.micro_batches_done();
+  const int64_t micro_batch = order.micro_batches.done();
   batches.begin(micro_batch, loader.get());
-  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(order.micro_batches_of_update()) : 1.0;
+  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(order.micro_batches.per_update()) : 1.0;
   if (loss.defined()) {
     batches.keep_loss(micro_batch, loss.detach(), share);
   } else {
@@ -103,15 +103,19 @@ void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
 void Engine::Impl::run_backward(const std::function<void()>& pass) {
   // Also after one that throws. Not before it: what is computed again in it belongs to the same micro-batch.
   const NextBatch next{state.tensor.get()};
-  accumulation->run(order.boundary_is_known() && order.at_boundary(), pass);
+  accumulation->run(order.micro_batches.boundary_is_known() && order.micro_batches.at_boundary(), pass);
 }
 
 void Engine::Impl::end_backward() {
   using After = ShownGradients::After;
-  const bool reduced = order.boundary_is_known() && order.at_boundary() && order.synchronizes();
-  if (state.ranks.groups.buffers && order.synchronizes()) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
-  order.backward_done();
-  const After pass = reduced ? After::kLastGradient : order.at_boundary() ? After::kUnreduced : After::kPart;
+  const bool reduced =
+      order.micro_batches.boundary_is_known() && order.micro_batches.at_boundary() && order.scopes.synchronizes();
+  if (state.ranks.groups.buffers && order.scopes.synchronizes())
+    broadcast_buffers(*state.module, *state.ranks.groups.buffers);
+  order.micro_batches.note_backward();
+  const After pass = reduced                             ? After::kLastGradient
+                     : order.micro_batches.at_boundary() ? After::kUnreduced
+                                                         : After::kPart;
   shown->show(pass, accumulation->scales_loss());
   reporter->backward_ends();
 }

@@ -21,7 +21,7 @@ void require_possible(const Engine::Impl& impl) {
             "gradient as they are, several times in a step");
   };
   require_off(plan.clip_norm == 0 && plan.clip_value == 0, "gradient_clipping", "0");
-  require_off(impl.order.micro_batches_of_update() == 1, "gradient_accumulation_steps", "1");
+  require_off(impl.order.micro_batches.per_update() == 1, "gradient_accumulation_steps", "1");
   require_off(!plan.autocast, "torch_autocast.enabled", "false");
 }
 
@@ -40,8 +40,8 @@ at::Tensor mean_loss(const at::Tensor& loss, const Ranks& ranks) {
 at::Tensor Engine::Impl::loss_by(const std::function<at::Tensor()>& closure) {
   const at::AutoGradMode with_gradients(true);
   const at::Tensor loss = closure();
-  require(order.awaits_step(), "step(closure): expected that the closure calls engine->backward(loss), found that it ",
-          "has not");
+  require(order.micro_batches.awaits_step(),
+          "step(closure): expected that the closure calls engine->backward(loss), found that it ", "has not");
   return mean_loss(loss, state.ranks);
 }
 
@@ -49,16 +49,16 @@ at::Tensor Engine::Impl::loss_by(const std::function<at::Tensor()>& closure) {
 at::Tensor Engine::Impl::loss_again(const std::function<at::Tensor()>& closure) {
   watch->renew();
   accumulation->drop();
-  order.update_done();  // what backward() finds is one model
+  order.consistency.update_done();  // what backward() finds is one model
   try {
     at::Tensor loss = loss_by(closure);
-    order.drop_accumulation();
+    order.micro_batches.drop_accumulation();
     shown->take_back();
     finish_gradients(state);
-    order.slice_updated();
+    order.consistency.slice_updated();
     return loss;
   } catch (...) {
-    order.slice_updated();
+    order.consistency.slice_updated();
     throw;
   }
 }
@@ -67,7 +67,8 @@ at::Tensor Engine::Impl::step_by(const std::function<at::Tensor()>& closure) {
   require(closure != nullptr, "step(closure): expected a function, found none");
   order.require_driver(Call::kStep);
   require_possible(*this);
-  require(order.accumulation_begins(), "step(closure): expected no engine->backward() before it, because the closure ",
+  require(order.micro_batches.at_start(),
+          "step(closure): expected no engine->backward() before it, because the closure ",
           "calls it; remove the call, or drop its gradients with engine->zero_grad()");
   const at::Tensor loss = loss_by(closure);
   struct Given {

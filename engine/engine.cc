@@ -90,7 +90,7 @@ void Engine::set_train_batch_size(int64_t size) {
   impl_->order.require(Call::kSetTrainBatchSize);
   if (impl_->sampler) impl_->sampler->set_accumulation(size / unit);
   impl_->config.gradient_accumulation_steps = size / unit;
-  impl_->order.set_micro_batches_of_update(size / unit);
+  impl_->order.micro_batches.set_per_update(size / unit);
   impl_->config.train_batch_size = size;
 }
 

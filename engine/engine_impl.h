@@ -39,7 +39,7 @@ namespace ds::engine {
 struct Engine::Impl {
   CallOrder order;
   Progress progress;
-  Phases phases{progress, order};  // before all that talks to other ranks, so that the watch ends last
+  Phases phases{progress, order.micro_batches};  // before all that talks to other ranks, so that the watch ends last
   config::DsConfig config;
   std::optional<CommsReport> comms;  // comms_logger
   ModelState state;
@@ -74,13 +74,13 @@ struct Engine::Impl {
 
   SamplerPlace sampler_place() const;
   RunState run_state() {
-    const bool unfinished = !order.accumulation_begins();
+    const bool unfinished = !order.micro_batches.at_start();
     return {.config = config,
             .progress = progress,
             .loss_scaler = loss_scaler,
             .schedule = schedule.get(),
             .sampler = sampler.get(),
-            .unfinished_micro_batches = order.micro_batches_done(),
+            .unfinished_micro_batches = order.micro_batches.done(),
             .start = unfinished ? &accumulation_start : nullptr};
   }
   // Notes that the first micro-batch of an accumulation comes next.

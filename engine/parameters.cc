@@ -16,9 +16,9 @@ at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const c
   const zero::GradientReducer& reducer = *state.gradients.reducer;
   require(!state.plan.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
           "gradient between backward() and step() of ", state.plan.pipeline ? "a pipeline" : "this optimizer");
-  require(order.at_boundary() && order.synchronizes(), call, ": parameter ", values.name(),
+  require(order.micro_batches.at_boundary() && order.scopes.synchronizes(), call, ": parameter ", values.name(),
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
-          order.micro_batches_done() + 1, " of ", order.micro_batches_of_update());
+          order.micro_batches.done() + 1, " of ", order.micro_batches.per_update());
   update->settle(Update::Next::kRead);
   finish_gradients(state);
   return reducer.gradient(values.bucket());
@@ -28,9 +28,9 @@ double Engine::clip_grad_norm_(double max_norm) {
   Impl& self = *impl_;
   self.named([&] { self.order.require(Call::kClipGradNorm); });
   require(max_norm > 0, "clip_grad_norm_(): max_norm: expected a positive number, found ", max_norm);
-  require(self.order.at_boundary() && self.order.synchronizes(), "clip_grad_norm_(): expected the backward() of the ",
-          "last micro-batch of a step, found micro-batch ", self.order.micro_batches_done() + 1, " of ",
-          self.order.micro_batches_of_update());
+  require(self.order.micro_batches.at_boundary() && self.order.scopes.synchronizes(),
+          "clip_grad_norm_(): expected the backward() of the ", "last micro-batch of a step, found micro-batch ",
+          self.order.micro_batches.done() + 1, " of ", self.order.micro_batches.per_update());
   return self.step->clip(max_norm);
 }
 

@@ -68,7 +68,7 @@ void Engine::Impl::step_once() {
   order.require_driver(Call::kStep);
   state.gradients.reducer->require_own_gradients("step()");  // why there was no backward(), perhaps
   order.require(Call::kStep);
-  const bool boundary = order.at_boundary();
+  const bool boundary = order.micro_batches.at_boundary();
   if (boundary) {
     require_step("step()");  // before anything is counted: a step that is refused has not been
     show_gradients_to_compression();
@@ -76,7 +76,7 @@ void Engine::Impl::step_once() {
     warn_of_own_accumulation();
   }
   ++progress.micro_steps;
-  order.micro_batch_done();
+  order.micro_batches.note_micro_batch();
   progress.step_applied = false;
   if (boundary) {
     complete_step();
@@ -86,9 +86,9 @@ void Engine::Impl::step_once() {
 }
 
 void Engine::Impl::warn_of_own_accumulation() {
-  const int64_t micro_batches = order.micro_batches_of_update();
-  if (micro_batches == 1 || order.backwards_since_step() != micro_batches || state.ranks.world->rank() != 0 ||
-      std::exchange(warned_of_own_accumulation, true))
+  const int64_t micro_batches = order.micro_batches.per_update();
+  if (micro_batches == 1 || order.micro_batches.backwards_since_step() != micro_batches ||
+      state.ranks.world->rank() != 0 || std::exchange(warned_of_own_accumulation, true))
     return;
   log::warning(
       with_engine("step()"), ": ", micro_batches, " backward() calls came before it, as many as ",
@@ -122,9 +122,11 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
   step->late().read(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
-  const int64_t samples = order.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
-  const Undo undo = {
-      .micro_batches = order.end_accumulation(), .samples = samples, .optimizer_steps = state.optimizer.step_count()};
+  const int64_t samples =
+      order.micro_batches.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
+  const Undo undo = {.micro_batches = order.micro_batches.end_accumulation(),
+                     .samples = samples,
+                     .optimizer_steps = state.optimizer.step_count()};
   ++progress.global_steps;
   progress.global_samples += samples;
   try {
@@ -177,17 +179,17 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
   }
 }
 
-bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.at_boundary(); }
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.micro_batches.at_boundary(); }
 
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> is_boundary) {
-  impl_->order.set_boundary(is_boundary);
+  impl_->order.micro_batches.set_boundary(is_boundary);
 }
 
 Engine::NoSync Engine::no_sync() { return NoSync(*this); }
 
-Engine::NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->order.begin_no_sync(); }
+Engine::NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->order.scopes.begin_no_sync(); }
 
-Engine::NoSync::~NoSync() { engine_.impl_->order.end_no_sync(); }
+Engine::NoSync::~NoSync() { engine_.impl_->order.scopes.end_no_sync(); }
 
 void Engine::zero_grad() {
   impl_->named([&] { impl_->drop_accumulation(); });
@@ -196,19 +198,19 @@ void Engine::zero_grad() {
 void Engine::Impl::drop_accumulation() {
   order.require(Call::kZeroGrad);
   // A program that does so in each micro-batch, as with torch's optimizers, would never come to a step.
-  if (order.micro_batches_done() > 0 && !state.gradients.reducer->failed() && state.ranks.world->rank() == 0 &&
+  if (order.micro_batches.done() > 0 && !state.gradients.reducer->failed() && state.ranks.world->rank() == 0 &&
       !std::exchange(warned_of_zero_grad, true)) {
-    log::warning(with_engine("zero_grad()"), " drops ", order.micro_batches_done(), " of ",
+    log::warning(with_engine("zero_grad()"), " drops ", order.micro_batches.done(), " of ",
                  config.gradient_accumulation_steps, " micro-batches: the accumulation starts anew. step() clears the ",
                  "gradients itself; remove the call if this is not what you want (said once)");
   }
   // Of programs that call it first in each micro-batch, the batch has been taken from the loader by now.
-  const bool had_begun = !order.accumulation_begins() || state.gradients.reducer->failed();
+  const bool had_begun = !order.micro_batches.at_start() || state.gradients.reducer->failed();
   shown->take_back();
   step->forget_gradient_changes();
   state.fp8->drop_step();
   accumulation->drop(/*unused=*/true);
-  progress.micro_steps -= order.drop_accumulation();
+  progress.micro_steps -= order.micro_batches.drop_accumulation();
   if (had_begun) accumulation_begins(/*restarted=*/true);
 }
 

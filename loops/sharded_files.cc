@@ -155,9 +155,9 @@ void load_state(ShardedModel& model, const std::string& folder, const std::strin
   model.slices_changed();  // full parameters still have the values of before
   const WithOptimizer with(model, optimizer, /*saves=*/false);
   NoRun run;
-  engine::CallOrder order;
+  engine::ModelConsistency consistency;
   const engine::LoadedCheckpoint loaded =
-      engine::load_checkpoint(model.state(), run.state(), order,
+      engine::load_checkpoint(model.state(), run.state(), consistency,
                               {.load_dir = folder,
                                .tag = tag,
                                .options = {.load_module_only = optimizer == nullptr},

@@ -35,7 +35,7 @@ class Update {
     pass();
   }
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. After an exception
-  // some slices may have been updated; the order of calls knows of it then.
+  // some slices may have been updated; UpdateDeps::consistency knows of it then.
   virtual void apply(double gradient_scale) = 0;
   // Whether apply_on_device() can make every step of this rank: the host does the same whatever the device finds.
   virtual bool takes_device_scale() const { return false; }
@@ -55,7 +55,7 @@ class Update {
 // The objects that a path works on; all of them outlive it.
 struct UpdateDeps {
   ModelState& state;
-  CallOrder& order;
+  ModelConsistency& consistency;
   Progress& progress;
   checkpoint::BackgroundSave& saving;  // reads masters and states: to be waited for before they change
 };
@@ -72,7 +72,7 @@ void require_freezing_possible(const ModelState& state);
 // The optimizer's step on this rank's slices of buckets, one after the other. Paths of an update are made of it.
 class SliceSteps {
  public:
-  explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), order_(deps.order) {}
+  explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), consistency_(deps.consistency) {}
 
   // The factor by which the optimizer multiplies gradients that a step multiplies by `gradient_scale`.
   double factor(double gradient_scale) const;
@@ -94,7 +94,7 @@ class SliceSteps {
   void on_host(size_t bucket, double gradient_scale);
 
   ModelState& state_;
-  CallOrder& order_;
+  ModelConsistency& consistency_;
 };
 
 }  // namespace ds::engine
