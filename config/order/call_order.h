@@ -89,7 +89,7 @@ class MicroBatchCounter {
 // The scopes that the program has open: no_sync(), and those of gathered_parameters(), with or without a modifier rank.
 class OpenScopes {
  public:
-  // Throws UsageError inside another one.
+  // Throws UsageError inside another no_sync().
   void begin_no_sync();
   void end_no_sync() { synchronizes_ = true; }
   // False inside no_sync(), where gradients are not reduced.
@@ -110,7 +110,7 @@ class OpenScopes {
  private:
   bool synchronizes_ = true;
   int gathers_ = 0;
-  int read_only_gathers_ = 0;  // those of them without a modifier rank
+  int read_only_gathers_ = 0;  // the open ones without a modifier rank
 };
 
 // Whether the weights and the optimizer states are those of one model: a step or a load that fails part of the way
