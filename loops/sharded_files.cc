@@ -152,7 +152,7 @@ std::string save_state(ShardedModel& model, const std::string& folder, const std
 void load_state(ShardedModel& model, const std::string& folder, const std::string& tag,
                 torch::optim::Optimizer* optimizer) {
   const at::NoGradGuard no_grad;
-  model.slices_changed();  // full parameters still have the values of before
+  model.gathers().reshard_all();  // full parameters still have the values of before
   const WithOptimizer with(model, optimizer, /*saves=*/false);
   NoRun run;
   engine::ModelConsistency consistency;
