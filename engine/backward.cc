@@ -104,7 +104,7 @@ void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt
 
 void run_backward(Engine::Impl& engine, const std::function<void()>& pass) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
-  // Also after a pass that throws. Not before it: what is computed again in it belongs to the same micro-batch.
+  // It acts after a pass that throws, too; not before the pass, for what that computes again is of this micro-batch.
   const NextBatch next{engine.state.tensor.get()};
   engine.accumulation->run(counter.boundary_is_known() && counter.at_boundary(), pass);
 }

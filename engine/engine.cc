@@ -34,7 +34,7 @@ void Engine::eval() {
   impl_->state.module->eval();
 }
 
-// What a step that was skipped takes back is known once the device has told of it (LateStep::read).
+// A step that was skipped takes its changes back, which is known once the device has told of it (LateStep::read).
 std::vector<double> Engine::get_lr() const {
   impl_->step->late().read();
   return impl_->state.optimizer.learning_rates();

@@ -114,7 +114,7 @@ void drop_accumulation(Engine::Impl& engine) {
                  engine.config.gradient_accumulation_steps, " micro-batches: the accumulation starts anew. step() ",
                  "clears the gradients itself; remove the call if this is not what you want (said once)");
   }
-  // Of programs that call it first in each micro-batch, the batch has been taken from the loader by now.
+  // A program that calls it first in each micro-batch has taken the batch from the loader by now.
   const bool had_begun = !counter.at_start() || state.gradients.reducer->failed();
   engine.shown->take_back();
   engine.step->forget_gradient_changes();

@@ -36,7 +36,8 @@ pipeline::BatchSource source_of(Engine::Impl& impl, std::shared_ptr<DataLoader> 
   };
 }
 
-// Of micro-batches on the ranks of the last stage, as a scalar on all ranks: float32, of a float64 model float64.
+// Returns the mean of the losses that the ranks of the last stage have, as a scalar on all ranks: float32, for a
+// float64 model float64.
 at::Tensor mean_of_all(const ModelState& state, const std::vector<at::Tensor>& losses) {
   const Ranks& ranks = state.ranks;
   const at::ScalarType dtype = state.plan.model_dtype == DType::kFloat64 ? at::kDouble : at::kFloat;

@@ -13,7 +13,7 @@ namespace ds::loops {
 // Buckets are numbered as the gatherer numbers them; by default they are resharded after forward and after backward.
 class GatherControl {
  public:
-  // `gatherer`, which has so many buckets, outlives it.
+  // `gatherer` has so many buckets, and outlives it.
   GatherControl(zero::ParameterGatherer& gatherer, size_t buckets, BackwardPrefetch prefetch);
 
   // Makes buckets full until they are resharded, whatever passes do. Collective.

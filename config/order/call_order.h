@@ -150,13 +150,13 @@ class CallOrder {
   void require_driver(Call call) const;
   // Checks load_checkpoint() with or without optimizer states.
   void require_load(bool with_states) const;
-  // Lets calls come from this thread from now on. Throws UsageError where a scope of the other one is open.
+  // Lets calls come from this thread from now on. Throws UsageError where the other thread has a scope open.
   void use_from_this_thread();
   // Note that offload_states() has moved the model's states away, and that reload_states() has brought them back.
   void states_moved() { moved_ = true; }
   void states_returned() { moved_ = false; }
 
-  // What has happened so far, told by whoever does it.
+  // The history that the rules look at; a driver tells each part what has happened.
   MicroBatchCounter micro_batches;
   OpenScopes scopes;
   ModelConsistency consistency;
