@@ -36,28 +36,28 @@ void require_engines(const std::vector<std::shared_ptr<Engine>>& engines) {
   }
 }
 
-// The factor of one pass is that of all gradients it makes.
+// Throws UsageError where engines divide the loss by different numbers: a pass has one factor for all its gradients.
 void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
-  const int64_t first = engines.front()->order.micro_batches_of_update();
+  const int64_t first = engines.front()->order.micro_batches.per_update();
   for (const Engine::Impl* const engine : engines) {
-    const int64_t own = engine->order.micro_batches_of_update();
+    const int64_t own = engine->order.micro_batches.per_update();
     require(own == first, "backward(loss, engines): expected one gradient_accumulation_steps, by which the loss is ",
             "divided, found ", first, " and ", own, " (of ", engine->state.module->name(),
             "); give the configs one value, or divide the loss yourself and pass scale_wrt_gas = false");
   }
 }
 
-// Likewise of loss scales: dynamic ones follow the smallest.
+// Gives all engines of a pass one loss scale, the smallest, which dynamic ones follow.
 void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
   double smallest = engines.front()->accumulation->loss_scale();
   for (const Engine::Impl* const engine : engines) smallest = std::min(smallest, engine->accumulation->loss_scale());
   for (Engine::Impl* const engine : engines) {
     const double own = engine->accumulation->loss_scale();
     if (own == smallest) continue;
-    require(engine->loss_scaler && engine->loss_scaler->dynamic() && engine->order.accumulation_begins(),
+    require(engine->loss_scaler && engine->loss_scaler->dynamic() && engine->order.micro_batches.at_start(),
             "backward(loss, engines): expected one loss scale, found ", own, " (of ", engine->state.module->name(),
-            ", which cannot change it ", engine->order.accumulation_begins() ? "" : "inside an accumulation", ") and ",
-            smallest, "; give the fp16 sections of the configs the same values");
+            ", which cannot change it ", engine->order.micro_batches.at_start() ? "" : "inside an accumulation",
+            ") and ", smallest, "; give the fp16 sections of the configs the same values");
     // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
     engine->step->late().read();
     engine->loss_scaler->lower_to(smallest);
@@ -65,7 +65,7 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
   }
 }
 
-// What ranks of a tensor axis look at next belongs to another micro-batch.
+// Tells the ranks of a tensor axis, when it is destroyed, that what they look at next belongs to another micro-batch.
 struct NextBatch {
   TensorParts* parts;
   explicit NextBatch(TensorParts* of) : parts(of) {}
@@ -76,83 +76,91 @@ struct NextBatch {
   NextBatch& operator=(const NextBatch&) = delete;
 };
 
-}  // namespace
+// The stages of a backward pass of one engine, in their order; of several engines, each stage runs for all of them.
 
-void Engine::Impl::require_backward() {
-  order.require(Call::kBackward);
-  state.gradients.reducer->neighbours().require_no_gradients("backward()");
-  shown->require_untouched("backward()");
-  update->settle(Update::Next::kBackward);
-  watch->look("backward()");
+void require_backward(Engine::Impl& engine) {
+  engine.order.require(Call::kBackward);
+  engine.state.gradients.reducer->neighbours().require_no_gradients("backward()");
+  engine.shown->require_untouched("backward()");
+  engine.update->settle(Update::Next::kBackward);
+  engine.watch->look("backward()");
 }
 
-void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
-  reporter->backward_begins();
-  const int64_t micro_batch = order.micro_batches_done();
-  batches.begin(micro_batch, loader.get());
-  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(order.micro_batches_of_update()) : 1.0;
+// `loss`: undefined where it is not known.
+void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas) {
+  const MicroBatchCounter& counter = engine.order.micro_batches;
+  engine.reporter->backward_begins();
+  const int64_t micro_batch = counter.done();
+  engine.batches.begin(micro_batch, engine.loader.get());
+  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(counter.per_update()) : 1.0;
   if (loss.defined()) {
-    batches.keep_loss(micro_batch, loss.detach(), share);
+    engine.batches.keep_loss(micro_batch, loss.detach(), share);
   } else {
-    batches.lose_loss();
+    engine.batches.lose_loss();
   }
-  accumulation->begin_micro_batch(micro_batch);
-  step->note_gradient_change(shown->take_back());
+  engine.accumulation->begin_micro_batch(micro_batch);
+  engine.step->note_gradient_change(engine.shown->take_back());
 }
 
-void Engine::Impl::run_backward(const std::function<void()>& pass) {
-  // Also after one that throws. Not before it: what is computed again in it belongs to the same micro-batch.
-  const NextBatch next{state.tensor.get()};
-  accumulation->run(order.boundary_is_known() && order.at_boundary(), pass);
+void run_backward(Engine::Impl& engine, const std::function<void()>& pass) {
+  const MicroBatchCounter& counter = engine.order.micro_batches;
+  // It acts after a pass that throws, too; not before the pass, for what that computes again is of this micro-batch.
+  const NextBatch next{engine.state.tensor.get()};
+  engine.accumulation->run(counter.boundary_is_known() && counter.at_boundary(), pass);
 }
 
-void Engine::Impl::end_backward() {
+void end_backward(Engine::Impl& engine) {
   using After = ShownGradients::After;
-  const bool reduced = order.boundary_is_known() && order.at_boundary() && order.synchronizes();
-  if (state.ranks.groups.buffers && order.synchronizes()) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
-  order.backward_done();
-  const After pass = reduced ? After::kLastGradient : order.at_boundary() ? After::kUnreduced : After::kPart;
-  shown->show(pass, accumulation->scales_loss());
-  reporter->backward_ends();
+  MicroBatchCounter& counter = engine.order.micro_batches;
+  const ModelState& state = engine.state;
+  const bool synchronizes = engine.order.scopes.synchronizes();
+  const bool reduced = counter.boundary_is_known() && counter.at_boundary() && synchronizes;
+  if (state.ranks.groups.buffers && synchronizes) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
+  counter.note_backward();
+  const After pass = reduced ? After::kLastGradient : counter.at_boundary() ? After::kUnreduced : After::kPart;
+  engine.shown->show(pass, engine.accumulation->scales_loss());
+  engine.reporter->backward_ends();
 }
 
-at::Tensor Engine::Impl::backward_of(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
-  order.require_driver(Call::kBackward);
+at::Tensor backward_of_loss(Engine::Impl& engine, const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  engine.order.require_driver(Call::kBackward);
   require_loss(loss);
-  require_backward();
-  const Phases::Scope phase(phases, "backward");
-  const Autocast::Pause pause(state.ranks.device.type());
-  begin_backward(loss, scale_wrt_gas);
-  const at::Tensor averaged = scale_wrt_gas ? accumulation->averaged(loss) : loss;
-  const at::Tensor scaled = accumulation->scaled(averaged);
-  run_backward([&] { scaled.backward({}, retain_graph); });
-  end_backward();
+  require_backward(engine);
+  const Phases::Scope phase(engine.phases, "backward");
+  const Autocast::Pause pause(engine.state.ranks.device.type());
+  begin_backward(engine, loss, scale_wrt_gas);
+  const at::Tensor averaged = scale_wrt_gas ? engine.accumulation->averaged(loss) : loss;
+  const at::Tensor scaled = engine.accumulation->scaled(averaged);
+  run_backward(engine, [&] { scaled.backward({}, retain_graph); });
+  end_backward(engine);
   return averaged.detach();
 }
 
-void Engine::Impl::backward_from(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph,
-                                 bool scale_wrt_gas) {
-  order.require_driver(Call::kBackward);
+void backward_of_tensor(Engine::Impl& engine, const at::Tensor& out, const at::Tensor& gradient, bool retain_graph,
+                        bool scale_wrt_gas) {
+  engine.order.require_driver(Call::kBackward);
   require(out.defined() && gradient.defined() && out.sizes() == gradient.sizes(),
           "backward(out, gradient): expected a gradient of the shape of out, found ", describe(out), " and ",
           describe(gradient));
   require_graph(out, "tensor");
-  require_backward();
-  const Phases::Scope phase(phases, "backward");
-  const Autocast::Pause pause(state.ranks.device.type());
-  begin_backward({}, scale_wrt_gas);
-  const at::Tensor scaled = accumulation->scaled(scale_wrt_gas ? accumulation->averaged(out) : out);
+  require_backward(engine);
+  const Phases::Scope phase(engine.phases, "backward");
+  const Autocast::Pause pause(engine.state.ranks.device.type());
+  begin_backward(engine, {}, scale_wrt_gas);
+  const at::Tensor scaled = engine.accumulation->scaled(scale_wrt_gas ? engine.accumulation->averaged(out) : out);
   const at::Tensor seed = gradient.detach().to(scaled.options());
-  run_backward([&] { scaled.backward(seed, retain_graph); });
-  end_backward();
+  run_backward(engine, [&] { scaled.backward(seed, retain_graph); });
+  end_backward(engine);
 }
 
+}  // namespace
+
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
-  return impl_->named([&] { return impl_->backward_of(loss, retain_graph, scale_wrt_gas); });
+  return impl_->named([&] { return backward_of_loss(*impl_, loss, retain_graph, scale_wrt_gas); });
 }
 
 void Engine::backward(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas) {
-  impl_->named([&] { impl_->backward_from(out, gradient, retain_graph, scale_wrt_gas); });
+  impl_->named([&] { backward_of_tensor(*impl_, out, gradient, retain_graph, scale_wrt_gas); });
 }
 
 at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines, bool retain_graph,
@@ -162,12 +170,12 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
   for (const auto& engine : engines) impls.push_back(&EngineAccess::impl_of(*engine));
   for (const Engine::Impl* const impl : impls) impl->order.require_driver(Call::kBackward);
   require_loss(loss);
-  for (Engine::Impl* const impl : impls) impl->named([&] { impl->require_backward(); });
+  for (Engine::Impl* const impl : impls) impl->named([&] { require_backward(*impl); });
   if (scale_wrt_gas) require_one_accumulation(impls);
   agree_on_loss_scale(impls);
   const Phases::Scope phase(impls.front()->phases, "backward");
   const Autocast::Pause pause(impls.front()->state.ranks.device.type());
-  for (Engine::Impl* const impl : impls) impl->begin_backward(loss, scale_wrt_gas);
+  for (Engine::Impl* const impl : impls) begin_backward(*impl, loss, scale_wrt_gas);
   const Accumulation& first = *impls.front()->accumulation;
   const at::Tensor averaged = scale_wrt_gas ? first.averaged(loss) : loss;
   const at::Tensor scaled = first.scaled(averaged);
@@ -176,11 +184,11 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
     // Which bucket of which engine is complete first may differ between ranks.
     pass = [impl, inner = std::move(pass)] {
       impl->state.gradients.reducer->reduce_after_next_pass();
-      impl->run_backward(inner);
+      run_backward(*impl, inner);
     };
   }
   pass();
-  for (Engine::Impl* const impl : impls) impl->end_backward();
+  for (Engine::Impl* const impl : impls) end_backward(*impl);
   return averaged.detach();
 }
 

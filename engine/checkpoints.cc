@@ -26,10 +26,12 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.named([&] { self.step->judge_late(); });
   self.synchronize();
-  if (!self.order.accumulation_begins() && global_rank() == 0 && !std::exchange(self.warned_of_unfinished_save, true)) {
+  if (!self.order.micro_batches.at_start() && global_rank() == 0 &&
+      !std::exchange(self.warned_of_unfinished_save, true)) {
     log::warning(
-        "save_checkpoint() inside an accumulation, after ", self.order.micro_batches_done(), " of ",
-        gradient_accumulation_steps(), " micro-batches", self.order.awaits_step() ? " and a backward()" : "",
+        "save_checkpoint() inside an accumulation, after ", self.order.micro_batches.done(), " of ",
+        gradient_accumulation_steps(), " micro-batches",
+        self.order.micro_batches.awaits_step() ? " and a backward()" : "",
         ": a checkpoint has no gradients. A run that loads it begins this accumulation anew, with the counters, ",
         "the random numbers and the position of the engine's loader of its beginning; data of the program's own ",
         "has to go back as far. Training goes on here as if nothing had been saved (said once)");
@@ -47,7 +49,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize(/*judged_next=*/true);
-  const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
+  const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
   if (loaded) self.step->late().forget();  // else, or where it threw, training goes on from that step
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);

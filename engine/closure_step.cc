@@ -1,6 +1,7 @@
 // step(closure): an optimizer of the program that computes the loss several times inside of its step, as LBFGS.
 #include <ATen/core/grad_mode.h>
 
+#include <functional>
 #include <utility>
 
 #include "core/check.h"
@@ -21,11 +22,11 @@ void require_possible(const Engine::Impl& impl) {
             "gradient as they are, several times in a step");
   };
   require_off(plan.clip_norm == 0 && plan.clip_value == 0, "gradient_clipping", "0");
-  require_off(impl.order.micro_batches_of_update() == 1, "gradient_accumulation_steps", "1");
+  require_off(impl.order.micro_batches.per_update() == 1, "gradient_accumulation_steps", "1");
   require_off(!plan.autocast, "torch_autocast.enabled", "false");
 }
 
-// That of all ranks.
+// The mean of the loss over all ranks.
 at::Tensor mean_loss(const at::Tensor& loss, const Ranks& ranks) {
   require(loss.defined() && loss.numel() == 1, "step(closure): expected that the closure returns the loss that it has ",
           "given to engine->backward(), a scalar");
@@ -35,52 +36,56 @@ at::Tensor mean_loss(const at::Tensor& loss, const Ranks& ranks) {
   return mean.squeeze();
 }
 
-}  // namespace
-
-at::Tensor Engine::Impl::loss_by(const std::function<at::Tensor()>& closure) {
+// Has the closure make gradients, and returns the loss that it computes, the mean of all ranks.
+at::Tensor evaluate_closure(Engine::Impl& engine, const std::function<at::Tensor()>& closure) {
   const at::AutoGradMode with_gradients(true);
   const at::Tensor loss = closure();
-  require(order.awaits_step(), "step(closure): expected that the closure calls engine->backward(loss), found that it ",
-          "has not");
-  return mean_loss(loss, state.ranks);
+  require(engine.order.micro_batches.awaits_step(),
+          "step(closure): expected that the closure calls engine->backward(loss), found that it ", "has not");
+  return mean_loss(loss, engine.state.ranks);
 }
 
-// Inside of the update, whose parameters the optimizer has moved.
-at::Tensor Engine::Impl::loss_again(const std::function<at::Tensor()>& closure) {
-  watch->renew();
-  accumulation->drop();
-  order.update_done();  // what backward() finds is one model
+// Computes a loss inside of the update, whose parameters the optimizer has moved.
+at::Tensor loss_inside_update(Engine::Impl& engine, const std::function<at::Tensor()>& closure) {
+  ModelConsistency& consistency = engine.order.consistency;
+  engine.watch->renew();
+  engine.accumulation->drop();
+  consistency.update_done();  // what backward() finds is one model
   try {
-    at::Tensor loss = loss_by(closure);
-    order.drop_accumulation();
-    shown->take_back();
-    finish_gradients(state);
-    order.slice_updated();
+    at::Tensor loss = evaluate_closure(engine, closure);
+    engine.order.micro_batches.drop_accumulation();
+    engine.shown->take_back();
+    finish_gradients(engine.state);
+    consistency.slice_updated();
     return loss;
   } catch (...) {
-    order.slice_updated();
+    consistency.slice_updated();
     throw;
   }
 }
 
-at::Tensor Engine::Impl::step_by(const std::function<at::Tensor()>& closure) {
+at::Tensor step_by_closure(Engine::Impl& engine, const std::function<at::Tensor()>& closure) {
   require(closure != nullptr, "step(closure): expected a function, found none");
-  order.require_driver(Call::kStep);
-  require_possible(*this);
-  require(order.accumulation_begins(), "step(closure): expected no engine->backward() before it, because the closure ",
+  engine.order.require_driver(Call::kStep);
+  require_possible(engine);
+  require(engine.order.micro_batches.at_start(),
+          "step(closure): expected no engine->backward() before it, because the closure ",
           "calls it; remove the call, or drop its gradients with engine->zero_grad()");
-  const at::Tensor loss = loss_by(closure);
+  const at::Tensor loss = evaluate_closure(engine, closure);
   struct Given {
     Update& update;
     ~Given() { update.evaluate_by(nullptr); }
-  } const given{*update};
-  update->evaluate_by([&, first = true]() mutable { return std::exchange(first, false) ? loss : loss_again(closure); });
-  step_once();
+  } const given{*engine.update};
+  engine.update->evaluate_by(
+      [&, first = true]() mutable { return std::exchange(first, false) ? loss : loss_inside_update(engine, closure); });
+  engine.make_step();
   return loss;
 }
 
+}  // namespace
+
 at::Tensor Engine::step(const std::function<at::Tensor()>& closure) {
-  return impl_->named([&] { return impl_->step_by(closure); });
+  return impl_->named([&] { return step_by_closure(*impl_, closure); });
 }
 
 }  // namespace ds::engine

@@ -132,7 +132,7 @@ std::shared_ptr<DataSampler> data_sampler(const std::shared_ptr<Engine>& engine,
   if (!self.sampler) {
     require(dataset_size.has_value(), "data_sampler: expected the number of samples, for the engine has no training ",
             "data: data_sampler(engine, size)");
-    require(self.progress.global_steps == 0 && self.order.accumulation_begins(), "data_sampler: expected the first ",
+    require(self.progress.global_steps == 0 && self.order.micro_batches.at_start(), "data_sampler: expected the first ",
             "call before the first micro-batch and before load_checkpoint(), which sets where it stands; found step ",
             self.progress.global_steps);
     self.sampler = make_sampler(self.config, self.sampler_place(), *dataset_size);

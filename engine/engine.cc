@@ -34,7 +34,7 @@ void Engine::eval() {
   impl_->state.module->eval();
 }
 
-// What a step that was skipped takes back is known once the device has told of it (LateStep::read).
+// A step that was skipped takes its changes back, which is known once the device has told of it (LateStep::read).
 std::vector<double> Engine::get_lr() const {
   impl_->step->late().read();
   return impl_->state.optimizer.learning_rates();
@@ -90,7 +90,7 @@ void Engine::set_train_batch_size(int64_t size) {
   impl_->order.require(Call::kSetTrainBatchSize);
   if (impl_->sampler) impl_->sampler->set_accumulation(size / unit);
   impl_->config.gradient_accumulation_steps = size / unit;
-  impl_->order.set_micro_batches_of_update(size / unit);
+  impl_->order.micro_batches.set_per_update(size / unit);
   impl_->config.train_batch_size = size;
 }
 

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,7 +38,7 @@ namespace ds::engine {
 struct Engine::Impl {
   CallOrder order;
   Progress progress;
-  Phases phases{progress, order};  // before all that talks to other ranks, so that the watch ends last
+  Phases phases{progress, order.micro_batches};  // before all that talks to other ranks, so that the watch ends last
   config::DsConfig config;
   std::optional<CommsReport> comms;  // comms_logger
   ModelState state;
@@ -74,13 +73,13 @@ struct Engine::Impl {
 
   SamplerPlace sampler_place() const;
   RunState run_state() {
-    const bool unfinished = !order.accumulation_begins();
+    const bool unfinished = !order.micro_batches.at_start();
     return {.config = config,
             .progress = progress,
             .loss_scaler = loss_scaler,
             .schedule = schedule.get(),
             .sampler = sampler.get(),
-            .unfinished_micro_batches = order.micro_batches_done(),
+            .unfinished_micro_batches = order.micro_batches.done(),
             .start = unfinished ? &accumulation_start : nullptr};
   }
   // Notes that the first micro-batch of an accumulation comes next.
@@ -109,42 +108,16 @@ struct Engine::Impl {
   void show_gradients_to_compression();
   // Ends an accumulation at its boundary, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
-  void step_once();  // Engine::step()
-  // Engine::step(closure), and the losses in it, of all ranks: the first one, and those inside of the update.
-  at::Tensor step_by(const std::function<at::Tensor()>& closure);
-  at::Tensor loss_by(const std::function<at::Tensor()>& closure);
-  at::Tensor loss_again(const std::function<at::Tensor()>& closure);
+  // Counts the micro-batch that backward() has ended, and ends the accumulation at its boundary: Engine::step().
+  void make_step();
   // Throws where a step at a boundary has to be refused, and leaves all as it was. Takes over what the program has
   // changed. `call`: the call to name.
   void require_step(const char* call);
-  void drop_accumulation();  // Engine::zero_grad()
-  // Warns, once, of a ReduceLROnPlateau schedule that has been given no value to follow in many steps.
-  void warn_of_no_value() const;
-  // Warns, once, when as many backward() calls as an accumulation has micro-batches came before one step() inside of
-  // it.
-  void warn_of_own_accumulation();
-  // The counts that undo_accumulation() takes back after an update that threw, as if its accumulation had not been.
-  struct Undo {
-    int64_t micro_batches = 0;    // of the accumulation
-    int64_t samples = 0;          // of the accumulation, on all ranks
-    int64_t optimizer_steps = 0;  // before the update
-  };
-  void undo_accumulation(const Undo& undo) noexcept;
-  // --- a backward pass of the program from a loss or a tensor; its stages follow, in order, for several engines -----
-  at::Tensor backward_of(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas);
-  void backward_from(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas);
-  void require_backward();
-  // `loss`: undefined where it is not known.
-  void begin_backward(const at::Tensor& loss, bool scale_wrt_gas);
-  void run_backward(const std::function<void()>& pass);
-  void end_backward();
   // Waits for what is on its way, so that the state may be read. `judged_next` as of LateStep::read().
   void synchronize(bool judged_next = false);
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to
   // name. Collective.
   at::Tensor reduced_gradient(const ParameterValues& values, const char* call);
-  void change_master(const at::Tensor& parameter, const char* call,
-                     const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change);
 };
 
 // Gives functions of ours that take engines their insides.

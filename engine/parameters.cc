@@ -2,6 +2,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
+#include <functional>
+
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
@@ -10,15 +12,34 @@
 #include "model/state/parameter_values.h"
 
 namespace ds::engine {
+namespace {
+
+// Has `change` change the master of a parameter; the weights of all ranks follow. `call`: the call to name. Collective.
+void change_master(Engine::Impl& engine, const at::Tensor& parameter, const char* call,
+                   const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change) {
+  ModelState& state = engine.state;
+  engine.synchronize();
+  const ParameterValues values(state, parameter, call);
+  require_on_one_stage(state, {parameter}, cat(call, ": expected no call").c_str());
+  engine.saves.background().wait_copied();
+  values.use_master(/*changes=*/true, [&](const at::Tensor& master) { change(values, master); });
+  state.access->updated(values.bucket());
+  state.access->end_update();
+  state.access->wait_all();
+  at::autocast::clear_cache();  // casted copies of the weights before
+  engine.watch->renew({values.bucket()});
+}
+
+}  // namespace
 
 at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const char* call) {
   order.require(Call::kFullGradient);
   const zero::GradientReducer& reducer = *state.gradients.reducer;
   require(!state.plan.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
           "gradient between backward() and step() of ", state.plan.pipeline ? "a pipeline" : "this optimizer");
-  require(order.at_boundary() && order.synchronizes(), call, ": parameter ", values.name(),
+  require(order.micro_batches.at_boundary() && order.scopes.synchronizes(), call, ": parameter ", values.name(),
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
-          order.micro_batches_done() + 1, " of ", order.micro_batches_of_update());
+          order.micro_batches.done() + 1, " of ", order.micro_batches.per_update());
   update->settle(Update::Next::kRead);
   finish_gradients(state);
   return reducer.gradient(values.bucket());
@@ -28,9 +49,9 @@ double Engine::clip_grad_norm_(double max_norm) {
   Impl& self = *impl_;
   self.named([&] { self.order.require(Call::kClipGradNorm); });
   require(max_norm > 0, "clip_grad_norm_(): max_norm: expected a positive number, found ", max_norm);
-  require(self.order.at_boundary() && self.order.synchronizes(), "clip_grad_norm_(): expected the backward() of the ",
-          "last micro-batch of a step, found micro-batch ", self.order.micro_batches_done() + 1, " of ",
-          self.order.micro_batches_of_update());
+  require(self.order.micro_batches.at_boundary() && self.order.scopes.synchronizes(),
+          "clip_grad_norm_(): expected the backward() of the ", "last micro-batch of a step, found micro-batch ",
+          self.order.micro_batches.done() + 1, " of ", self.order.micro_batches.per_update());
   return self.step->clip(max_norm);
 }
 
@@ -74,29 +95,14 @@ at::Tensor Engine::safe_get_local_fp32_param(const at::Tensor& parameter) {
   return result;
 }
 
-// The weights of all ranks follow.
-void Engine::Impl::change_master(const at::Tensor& parameter, const char* call,
-                                 const std::function<void(const ParameterValues&, const at::Tensor&)>& change) {
-  synchronize();
-  const ParameterValues values(state, parameter, call);
-  require_on_one_stage(state, {parameter}, cat(call, ": expected no call").c_str());
-  saves.background().wait_copied();
-  values.use_master(/*changes=*/true, [&](const at::Tensor& master) { change(values, master); });
-  state.access->updated(values.bucket());
-  state.access->end_update();
-  state.access->wait_all();
-  at::autocast::clear_cache();  // casted copies of the weights before
-  watch->renew({values.bucket()});
-}
-
 void Engine::safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
-  impl_->change_master(parameter, "safe_set_full_fp32_param()",
-                       [&](const ParameterValues& of, const at::Tensor& master) { of.write_whole(master, value); });
+  change_master(*impl_, parameter, "safe_set_full_fp32_param()",
+                [&](const ParameterValues& of, const at::Tensor& master) { of.write_whole(master, value); });
 }
 
 void Engine::safe_set_local_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
-  impl_->change_master(parameter, "safe_set_local_fp32_param()",
-                       [&](const ParameterValues& of, const at::Tensor& master) { of.write_local(master, value); });
+  change_master(*impl_, parameter, "safe_set_local_fp32_param()",
+                [&](const ParameterValues& of, const at::Tensor& master) { of.write_local(master, value); });
 }
 
 at::Tensor Engine::safe_get_full_optimizer_state(const at::Tensor& parameter, const std::string& state) {

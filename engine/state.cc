@@ -44,7 +44,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
           "gathered_parameters: modifier_rank: expected a rank from 0 to ", dp_world_size() - 1, ", found ",
           modifier_rank.value_or(0));
   const bool modifies = modifier_rank.has_value();
-  self.order.require_scope(modifies);
+  self.order.scopes.require_gather(modifies);
   self.synchronize();
   if (modifies) self.saves.background().wait_copied();
   zero::GatheredParameters::Scope scope = scope_of_parameters(self.state, parameters, modifier_rank);
@@ -55,9 +55,9 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
       at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
       self.watch->renew(covered);   // what else was changed meanwhile is seen by the next look
     }
-    self.order.scope_closed(modifies);
+    self.order.scopes.end_gather(modifies);
   };
-  self.order.scope_opened(modifies);
+  self.order.scopes.begin_gather(modifies);
   return zero::GatheredParameters(std::move(scope));
 }
 

@@ -12,7 +12,7 @@ namespace ds::engine {
 
 namespace {
 
-// Once: what the first step has computed on joined tensors. Later ones are told by the axis.
+// Warns once of what the first step has computed on joined tensors. The axis tells later ones.
 void tell_of_joins(TensorParts& parts, int rank) {
   if (std::exchange(parts.told_of_joins, true)) return;
   parts.split.axis->tell_joins(true);
@@ -28,7 +28,7 @@ void tell_of_joins(TensorParts& parts, int rank) {
                "those of one rank. engine->joined_operators() has the list (said once)");
 }
 
-// What only the program can do, at its own place in forward, and has not.
+// Throws UsageError where the config enables what only the program can do, at its own place in forward, and it has not.
 void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& asked, bool with_loader) {
   const auto demand = [&](bool enabled, bool done, const char* section, const char* call) {
     require(!enabled || done, section, " is enabled in ", config.source,
@@ -51,6 +51,79 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
                      : "engine::data_sampler(engine, size)");
 }
 
+// Warns, once, when as many backward() calls as an accumulation has micro-batches came before one step() inside of it.
+void warn_of_own_accumulation(Engine::Impl& engine) {
+  const int64_t micro_batches = engine.order.micro_batches.per_update();
+  if (micro_batches == 1 || engine.order.micro_batches.backwards_since_step() != micro_batches ||
+      engine.state.ranks.world->rank() != 0 || std::exchange(engine.warned_of_own_accumulation, true))
+    return;
+  log::warning(
+      engine.with_engine("step()"), ": ", micro_batches, " backward() calls came before it, as many as ",
+      "gradient_accumulation_steps says. Each step() counts one micro-batch, so that the update comes with the ",
+      micro_batches, "th step(). A program that counts by itself sets gradient_accumulation_steps to 1; or it ",
+      "calls step() after each backward() and leaves the counting to the engine (said once)");
+}
+
+// Warns, once, of a ReduceLROnPlateau schedule that has been given no value to follow in many steps.
+void warn_of_no_value(const Engine::Impl& engine) {
+  constexpr int64_t kStepsWithout = 1000;
+  if (engine.progress.applied_steps != kStepsWithout || !engine.schedule || engine.state.ranks.world->rank() != 0) {
+    return;
+  }
+  const auto plateau = engine.schedule->plateau();
+  if (!plateau || plateau->values > 0) return;
+  log::warning("scheduler.type: ReduceLROnPlateau has been given no value in ", kStepsWithout,
+               " steps, so that rates stay ",
+               "as they are; call engine->lr_scheduler()->step(value) on all ranks with what you measure");
+}
+
+// The counts of one step, by which undo_accumulation() takes it back.
+struct StepCounts {
+  int64_t micro_batches = 0;    // of the accumulation
+  int64_t samples = 0;          // of the accumulation, on all ranks
+  int64_t optimizer_steps = 0;  // before the update
+};
+
+// Takes an accumulation back whose update threw, as if it had not been.
+void undo_accumulation(Engine::Impl& engine, const StepCounts& counts) noexcept {
+  engine.progress.micro_steps -= counts.micro_batches;
+  --engine.progress.global_steps;
+  engine.progress.global_samples -= counts.samples;
+  try {
+    engine.update->settle(Update::Next::kDrop);
+    engine.state.optimizer.go_back_to(counts.optimizer_steps);
+    engine.step->forget_gradient_changes();
+    engine.state.fp8->drop_step();
+    engine.accumulation->drop();
+    engine.state.access->end_pass();
+    engine.accumulation_begins(/*restarted=*/true);
+  } catch (const std::exception& error) {  // what is thrown is the first failure
+    log::error("after a step() that failed: ", error.what());
+  }
+}
+
+// Drops the running accumulation, because the program asks for it by zero_grad().
+void drop_accumulation(Engine::Impl& engine) {
+  const ModelState& state = engine.state;
+  MicroBatchCounter& counter = engine.order.micro_batches;
+  engine.order.require(Call::kZeroGrad);
+  // A program that does so in each micro-batch, as with torch's optimizers, would never come to a step.
+  if (counter.done() > 0 && !state.gradients.reducer->failed() && state.ranks.world->rank() == 0 &&
+      !std::exchange(engine.warned_of_zero_grad, true)) {
+    log::warning(engine.with_engine("zero_grad()"), " drops ", counter.done(), " of ",
+                 engine.config.gradient_accumulation_steps, " micro-batches: the accumulation starts anew. step() ",
+                 "clears the gradients itself; remove the call if this is not what you want (said once)");
+  }
+  // A program that calls it first in each micro-batch has taken the batch from the loader by now.
+  const bool had_begun = !counter.at_start() || state.gradients.reducer->failed();
+  engine.shown->take_back();
+  engine.step->forget_gradient_changes();
+  state.fp8->drop_step();
+  engine.accumulation->drop(/*unused=*/true);
+  engine.progress.micro_steps -= counter.drop_accumulation();
+  if (had_begun) engine.accumulation_begins(/*restarted=*/true);
+}
+
 }  // namespace
 
 void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
@@ -61,50 +134,28 @@ std::string Engine::Impl::with_engine(const std::string& message) const {
 }
 
 void Engine::step() {
-  impl_->named([&] { impl_->step_once(); });
+  impl_->named([&] { impl_->make_step(); });
 }
 
-void Engine::Impl::step_once() {
+void Engine::Impl::make_step() {
   order.require_driver(Call::kStep);
   state.gradients.reducer->neighbours().require_no_gradients("step()");  // why there was no backward(), perhaps
   order.require(Call::kStep);
-  const bool boundary = order.at_boundary();
+  const bool boundary = order.micro_batches.at_boundary();
   if (boundary) {
     require_step("step()");  // before anything is counted: a step that is refused has not been
     show_gradients_to_compression();
   } else {
-    warn_of_own_accumulation();
+    warn_of_own_accumulation(*this);
   }
   ++progress.micro_steps;
-  order.micro_batch_done();
+  order.micro_batches.note_micro_batch();
   progress.step_applied = false;
   if (boundary) {
     complete_step();
   } else {
     state.access->end_pass();
   }
-}
-
-void Engine::Impl::warn_of_own_accumulation() {
-  const int64_t micro_batches = order.micro_batches_of_update();
-  if (micro_batches == 1 || order.backwards_since_step() != micro_batches || state.ranks.world->rank() != 0 ||
-      std::exchange(warned_of_own_accumulation, true))
-    return;
-  log::warning(
-      with_engine("step()"), ": ", micro_batches, " backward() calls came before it, as many as ",
-      "gradient_accumulation_steps says. Each step() counts one micro-batch, so that the update comes with the ",
-      micro_batches, "th step(). A program that counts by itself sets gradient_accumulation_steps to 1; or it ",
-      "calls step() after each backward() and leaves the counting to the engine (said once)");
-}
-
-void Engine::Impl::warn_of_no_value() const {
-  constexpr int64_t kStepsWithout = 1000;
-  if (progress.applied_steps != kStepsWithout || !schedule || state.ranks.world->rank() != 0) return;
-  const auto plateau = schedule->plateau();
-  if (!plateau || plateau->values > 0) return;
-  log::warning("scheduler.type: ReduceLROnPlateau has been given no value in ", kStepsWithout,
-               " steps, so that rates stay ",
-               "as they are; call engine->lr_scheduler()->step(value) on all ranks with what you measure");
 }
 
 void Engine::Impl::require_step(const char* call) {
@@ -122,9 +173,11 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
   step->late().read(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
-  const int64_t samples = order.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
-  const Undo undo = {
-      .micro_batches = order.end_accumulation(), .samples = samples, .optimizer_steps = state.optimizer.step_count()};
+  const int64_t samples =
+      order.micro_batches.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
+  const StepCounts counts = {.micro_batches = order.micro_batches.end_accumulation(),
+                             .samples = samples,
+                             .optimizer_steps = state.optimizer.step_count()};
   ++progress.global_steps;
   progress.global_samples += samples;
   try {
@@ -137,7 +190,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   } catch (const CommError&) {  // so is the job: nothing is left to wait for
     throw;
   } catch (...) {
-    undo_accumulation(undo);
+    undo_accumulation(*this, counts);
     throw;
   }
   state.access->end_pass();
@@ -147,69 +200,33 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   if (progress.step_applied) {
     ++progress.applied_steps;
     if (schedule) schedule->step();
-    warn_of_no_value();
+    warn_of_no_value(*this);
   }
   accumulation_begins();
   const bool told = reporter->needs_numbers(progress.global_steps);
   if (told) step->late().read();
   reporter->step_ends({.state = state,
                        .progress = progress,
-                       .micro_batches = undo.micro_batches,
+                       .micro_batches = counts.micro_batches,
                        .train_batch_size = samples,
                        .loss_scale = told ? accumulation->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
 }
 
-void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
-  progress.micro_steps -= undo.micro_batches;
-  --progress.global_steps;
-  progress.global_samples -= undo.samples;
-  try {
-    update->settle(Update::Next::kDrop);
-    state.optimizer.go_back_to(undo.optimizer_steps);
-    step->forget_gradient_changes();
-    state.fp8->drop_step();
-    accumulation->drop();
-    state.access->end_pass();
-    accumulation_begins(/*restarted=*/true);
-  } catch (const std::exception& error) {  // what is thrown is the first failure
-    log::error("after a step() that failed: ", error.what());
-  }
-}
-
-bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.at_boundary(); }
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.micro_batches.at_boundary(); }
 
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> is_boundary) {
-  impl_->order.set_boundary(is_boundary);
+  impl_->order.micro_batches.set_boundary(is_boundary);
 }
 
 Engine::NoSync Engine::no_sync() { return NoSync(*this); }
 
-Engine::NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->order.begin_no_sync(); }
+Engine::NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->order.scopes.begin_no_sync(); }
 
-Engine::NoSync::~NoSync() { engine_.impl_->order.end_no_sync(); }
+Engine::NoSync::~NoSync() { engine_.impl_->order.scopes.end_no_sync(); }
 
 void Engine::zero_grad() {
-  impl_->named([&] { impl_->drop_accumulation(); });
-}
-
-void Engine::Impl::drop_accumulation() {
-  order.require(Call::kZeroGrad);
-  // A program that does so in each micro-batch, as with torch's optimizers, would never come to a step.
-  if (order.micro_batches_done() > 0 && !state.gradients.reducer->failed() && state.ranks.world->rank() == 0 &&
-      !std::exchange(warned_of_zero_grad, true)) {
-    log::warning(with_engine("zero_grad()"), " drops ", order.micro_batches_done(), " of ",
-                 config.gradient_accumulation_steps, " micro-batches: the accumulation starts anew. step() clears the ",
-                 "gradients itself; remove the call if this is not what you want (said once)");
-  }
-  // Of programs that call it first in each micro-batch, the batch has been taken from the loader by now.
-  const bool had_begun = !order.accumulation_begins() || state.gradients.reducer->failed();
-  shown->take_back();
-  step->forget_gradient_changes();
-  state.fp8->drop_step();
-  accumulation->drop(/*unused=*/true);
-  progress.micro_steps -= order.drop_accumulation();
-  if (had_begun) accumulation_begins(/*restarted=*/true);
+  impl_->named([&] { drop_accumulation(*impl_); });
 }
 
 }  // namespace ds::engine

@@ -154,7 +154,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   }
   const at::Tensor loss = mean_of_all(self.state, result.losses);
   self.progress.micro_steps += micro_batches;
-  self.order.micro_batches_done(micro_batches);
+  self.order.micro_batches.note_batch(micro_batches);
   self.complete_step(loss);
   return loss;
 }

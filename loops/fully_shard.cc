@@ -2,8 +2,10 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -36,7 +38,7 @@ class ShardUnit {
   ShardedModel& model_in_pass(const char* call) const;
   ShardedModel& model(const char* call) const;
   // The buckets that have parameters of the unit.
-  std::vector<size_t> buckets(const char* call) const { return model_in_pass(call).buckets_of(*module_); }
+  std::vector<size_t> buckets(const char* call) const;
   const FullyShardOptions& options() const { return options_; }
   // Notes that the program has slices or the state of the unit, or runs it.
   void note_use() { used_ = true; }
@@ -83,6 +85,26 @@ bool is_inside(const torch::nn::Module& inner, const torch::nn::Module& outer) {
   bool found = false;
   outer.apply([&](const torch::nn::Module& module) { found = found || &module == &inner; });
   return found;
+}
+
+// Returns the buckets of a sharded model with parameters of a module; all of them for the outermost one. Frozen ones
+// come last.
+std::vector<size_t> buckets_of(const engine::ModelState& state, const torch::nn::Module& module) {
+  std::vector<size_t> buckets;
+  std::unordered_set<const void*> own;
+  for (const at::Tensor& parameter : module.parameters()) {
+    own.insert(engine::trained_tensor(parameter).unsafeGetTensorImpl());
+  }
+  const auto look = [&](const zero::ParameterBucket& bucket, size_t number) {
+    const auto& parameters = bucket.parameters();
+    const bool any = std::any_of(parameters.begin(), parameters.end(), [&](const zero::Parameter& parameter) {
+      return own.contains(parameter.tensor.unsafeGetTensorImpl());
+    });
+    if (any) buckets.push_back(number);
+  };
+  for (size_t b = 0; b < state.buckets.size(); ++b) look(state.buckets[b], b);
+  for (size_t f = 0; f < state.frozen_buckets.size(); ++f) look(state.frozen_buckets[f], state.buckets.size() + f);
+  return buckets;
 }
 
 std::string named(const torch::nn::Module& module) { return cat("a ", module.name()); }
@@ -163,6 +185,10 @@ ShardedModel& ShardUnit::model_in_pass(const char* call) const {
   return *model;
 }
 
+std::vector<size_t> ShardUnit::buckets(const char* call) const {
+  return buckets_of(model_in_pass(call).state(), *module_);
+}
+
 ShardedModel& ShardUnit::model(const char* call) const {
   ShardedModel& model = model_in_pass(call);
   model.require_between_passes(call);
@@ -202,9 +228,9 @@ std::vector<at::Tensor> FullySharded::parameters() const {
   return result;
 }
 
-void FullySharded::unshard() { unit_->model("unshard").unshard(unit_->buckets("unshard")); }
+void FullySharded::unshard() { unit_->model("unshard").gathers().unshard(unit_->buckets("unshard")); }
 
-void FullySharded::reshard() { unit_->model("reshard").reshard(unit_->buckets("reshard")); }
+void FullySharded::reshard() { unit_->model("reshard").gathers().reshard(unit_->buckets("reshard")); }
 
 void FullySharded::set_requires_gradient_sync(bool requires_gradient_sync) {
   unit_->model("set_requires_gradient_sync").set_gradient_sync(requires_gradient_sync);
@@ -212,12 +238,12 @@ void FullySharded::set_requires_gradient_sync(bool requires_gradient_sync) {
 
 void FullySharded::set_reshard_after_backward(bool reshard_after_backward) {
   constexpr const char* kCall = "set_reshard_after_backward";
-  unit_->model(kCall).set_reshard_after_backward(unit_->buckets(kCall), reshard_after_backward);
+  unit_->model(kCall).gathers().set_reshard_after_backward(unit_->buckets(kCall), reshard_after_backward);
 }
 
 void FullySharded::set_reshard_after_forward(bool reshard_after_forward) {
   constexpr const char* kCall = "set_reshard_after_forward";
-  unit_->model(kCall).set_reshard_after_forward(unit_->buckets(kCall), reshard_after_forward);
+  unit_->model(kCall).gathers().set_reshard_after_forward(unit_->buckets(kCall), reshard_after_forward);
 }
 
 namespace {
@@ -247,7 +273,7 @@ void FullySharded::prefetch(const std::vector<std::shared_ptr<FullySharded>>& un
                             const char* call) {
   std::vector<loops::ShardUnit*> chosen;
   for (const auto& unit : units) chosen.push_back(unit->unit_.get());
-  unit_->model(call).prefetch(unit_->buckets(call), buckets_of(*unit_, chosen, call), in_backward);
+  unit_->model(call).gathers().prefetch(unit_->buckets(call), buckets_of(*unit_, chosen, call), in_backward);
 }
 
 double FullySharded::clip_grad_norm_(double max_norm, double norm_type) {
@@ -316,7 +342,7 @@ void FullySharded::load_sharded_optim_state_dict(torch::optim::Optimizer& optimi
   loops::load_sharded_optimizer_state({unit_->use(kCall), optimizer, kCall}, parts);
 }
 
-zero::HeldBytes FullySharded::held_bytes() const { return unit_->model_in_pass("held_bytes").held_bytes(); }
+zero::HeldBytes FullySharded::held_bytes() const { return loops::held_bytes(unit_->model_in_pass("held_bytes")); }
 
 at::Tensor FullySharded::input_of_policy(const at::Tensor& input) const {
   const MixedPrecisionPolicy& policy = unit_->model_in_pass("forward").options().mp_policy;

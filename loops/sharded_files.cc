@@ -152,12 +152,12 @@ std::string save_state(ShardedModel& model, const std::string& folder, const std
 void load_state(ShardedModel& model, const std::string& folder, const std::string& tag,
                 torch::optim::Optimizer* optimizer) {
   const at::NoGradGuard no_grad;
-  model.slices_changed();  // full parameters still have the values of before
+  model.gathers().reshard_all();  // full parameters still have the values of before
   const WithOptimizer with(model, optimizer, /*saves=*/false);
   NoRun run;
-  engine::CallOrder order;
+  engine::ModelConsistency consistency;
   const engine::LoadedCheckpoint loaded =
-      engine::load_checkpoint(model.state(), run.state(), order,
+      engine::load_checkpoint(model.state(), run.state(), consistency,
                               {.load_dir = folder,
                                .tag = tag,
                                .options = {.load_module_only = optimizer == nullptr},

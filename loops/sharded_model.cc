@@ -1,17 +1,14 @@
 #include "loops/sharded_model.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <chrono>
-#include <unordered_set>
 #include <utility>
 
 #include "comm/slice_group.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "core/memory/storage_memory.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "loops/first_values.h"
 #include "loops/shard_ranks.h"
@@ -34,24 +31,6 @@ constexpr const char* kEnded =
     "before, "
     "and keep what fully_shard() returned as long as the module is used";
 
-constexpr const char* kMark =
-    ": its gradient is not here: fully_shard has reduced it into the gradients of the ranks' slices. An optimizer made "
-    "before fully_shard, or over model->parameters(), trains nothing: make it over sharded->parameters(), and clip "
-    "with "
-    "sharded->clip_grad_norm_()";
-
-// A gradient that says so to whoever reads it.
-at::Tensor mark_of(const zero::Parameter& parameter) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor& like = parameter.tensor;
-  at::Tensor none = at::empty({0}, like.options().requires_grad(false));
-  const size_t bytes = static_cast<size_t>(like.numel()) * like.element_size();
-  at::TensorImpl* const impl = none.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(unreadable_storage(like.device(), bytes, cat("parameter ", parameter.name, kMark)));
-  impl->set_sizes_contiguous(like.sizes());
-  return none;
-}
-
 bool any_trained(const torch::nn::Module& module) {
   const std::vector<at::Tensor> parameters = module.parameters();
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& one) { return one.requires_grad(); });
@@ -64,6 +43,40 @@ void move_to(c10::Device device, const torch::nn::Module& module, const EarlierU
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() == device || tensor.is_meta() || earlier.have(tensor)) continue;
     tensor.set_data(tensor.detach().to(device));
+  }
+}
+
+// Throws UsageError where the module has other values of its parameters, or trains other parameters: slices are what
+// trains, so that these would go unseen.
+void require_same_parameters(const engine::ModelState& state) {
+  if (state.tensor) {
+    state.tensor->require_leaves("backward()");
+    state.tensor->follow_flags();
+  }
+  const auto look = [](const zero::ParameterBucket& bucket) {
+    for (size_t i = 0; i < bucket.parameters().size(); ++i) {
+      require(bucket.is_here(i), "backward(): parameter ", bucket.parameters()[i].name, ": expected it where ",
+              "fully_shard has put it, found other memory or another dtype (torch::load, set_data, to()), which the ",
+              "slices know nothing of. Load or convert the module before fully_shard, or load with ",
+              "sharded->load_full_state_dict() or sharded->load() in place of that");
+    }
+  };
+  for (const zero::ParameterBucket& bucket : state.buckets) look(bucket);
+  for (const zero::ParameterBucket& bucket : state.frozen_buckets) look(bucket);
+  for (const zero::Parameter& frozen : state.frozen) {
+    require(!frozen.tensor.requires_grad(), "backward(): parameter ", frozen.name, " requires a gradient, and did not ",
+            "when fully_shard was called: expected it frozen, for it has no slice that an optimizer could train. Call ",
+            "set_requires_grad(true) before fully_shard");
+  }
+}
+
+// Adds the partial sums of summed buckets over the tensor axis: of full parameters between parts of sequences, each of
+// its ranks has a part of the gradient.
+void add_up_summed(const engine::ModelState& state, SliceGradients& gradients, const ShardRanks& ranks) {
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const at::Tensor gradient = gradients.gradient(b);
+    if (!state.is_summed(b) || !gradient.defined()) continue;
+    engine::add_up(gradient, *ranks.tensor, ranks.device, cat("summed gradients of bucket ", b));
   }
 }
 
@@ -117,12 +130,9 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   if (options_.init) options_.init->end();  // the leaves are no parameters of the model
   options_.init = nullptr;
   make_parts(layout.reduce_dtype);
-  for (size_t b = 0; b < all_buckets(); ++b) {
-    const bool reshards = b >= part_of.size() || layout.reshards_after_forward[static_cast<size_t>(part_of[b])] != 0;
-    state_.gatherer->keep_in_pass(b, !reshards);
+  for (size_t b = 0; b < part_of.size(); ++b) {
+    gathers_->set_reshard_after_forward({b}, layout.reshards_after_forward[static_cast<size_t>(part_of[b])] != 0);
   }
-  reshards_after_backward_.assign(all_buckets(), 1);
-  held_.assign(all_buckets(), 0);
   leaves_ = slice_leaves(state_);
   for (const SliceLeaf& leaf : leaves_) {
     comm::note_slice_group(leaf.tensor, ranks_.tensor ? ranks_.world : ranks_.shards);
@@ -147,8 +157,7 @@ void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
   for (zero::ParameterBucket* bucket : buckets) bucket->tell_when_released(kReleased);
   auto gatherer = std::make_unique<zero::ParameterGatherer>(buckets, zero::GatherRoutes{*groups.parameters},
                                                             *state_.plan.gather, kEnded);
-  prefetch_.in_backward = options_.backward_prefetch == BackwardPrefetch::kBackwardPre;
-  gatherer->prefetch_by(prefetch_);
+  gathers_.emplace(*gatherer, buckets.size(), options_.backward_prefetch);
   state_.gatherer = gatherer.get();
   state_.access = std::move(gatherer);
 }
@@ -163,13 +172,9 @@ void ShardedModel::watch_slices() {
     bucket_of_slice_.emplace(state_.masters[b].storage().unsafeGetStorageImpl(), b);
     if (bucket.sharded()) bucket_of_parameters_.emplace(bucket.released_storage().unsafeGetStorageImpl(), b);
   }
+  marks_.emplace(state_.parameters);
   watch_ = std::make_unique<OpInterceptor>([this](const at::Tensor& tensor) { before_operator(tensor); });
   watch_->enable();
-  // A second backward() without a forward in between would add to the marks, before the reducer's hooks begin the pass.
-  for (const zero::Parameter& parameter : state_.parameters) {
-    leaf_hooks_.emplace_back(parameter.tensor,
-                             parameter.tensor.register_hook([this](const at::Tensor&) { unmark_parameters(); }));
-  }
 }
 
 ShardedModel::~ShardedModel() { end(); }
@@ -177,60 +182,27 @@ ShardedModel::~ShardedModel() { end(); }
 void ShardedModel::before_operator(const at::Tensor& tensor) {
   const void* const storage = tensor.storage().unsafeGetStorageImpl();
   // In a forward that a backward pass may follow, not in an optimizer, which is to find them.
-  if (!marks_.empty() && at::GradMode::is_enabled() && bucket_of_parameters_.contains(storage)) unmark_parameters();
+  if (marks_->present() && at::GradMode::is_enabled() && bucket_of_parameters_.contains(storage)) marks_->take_away();
   const auto found = bucket_of_slice_.find(storage);
   if (found != bucket_of_slice_.end() && OpInterceptor::changes_tensor()) slice_changes(found->second);
 }
 
 // Whole parameters are those before the change. Every rank's optimizer changes its slices.
 void ShardedModel::slice_changes(size_t bucket) {
-  if (!state_.gatherer->buckets()[bucket].released()) {
-    drop_hold(bucket);
-    state_.gatherer->reshard(bucket);
-  }
+  gathers_->reshard_if_whole(bucket);
   // So that autograd refuses a backward() through a forward before the change. Last: the gatherer looks at versions.
   for (const zero::Parameter& parameter : state_.buckets[bucket].parameters()) {
     parameter.tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-void ShardedModel::drop_hold(size_t bucket) {
-  if (std::exchange(held_[bucket], 0)) state_.gatherer->held().drop(bucket);
-}
-
-// Slices are what trains: other values of the module's parameters, and other parameters, would go unseen.
-void ShardedModel::require_same_parameters() const {
-  if (state_.tensor) {
-    state_.tensor->require_leaves("backward()");
-    state_.tensor->follow_flags();
-  }
-  const auto look = [](const zero::ParameterBucket& bucket) {
-    for (size_t i = 0; i < bucket.parameters().size(); ++i) {
-      require(bucket.is_here(i), "backward(): parameter ", bucket.parameters()[i].name, ": expected it where ",
-              "fully_shard has put it, found other memory or another dtype (torch::load, set_data, to()), which the ",
-              "slices know nothing of. Load or convert the module before fully_shard, or load with ",
-              "sharded->load_full_state_dict() or sharded->load() in place of that");
-    }
-  };
-  for (const zero::ParameterBucket& bucket : state_.buckets) look(bucket);
-  for (const zero::ParameterBucket& bucket : state_.frozen_buckets) look(bucket);
-  for (const zero::Parameter& frozen : state_.frozen) {
-    require(!frozen.tensor.requires_grad(), "backward(): parameter ", frozen.name, " requires a gradient, and did not ",
-            "when fully_shard was called: expected it frozen, for it has no slice that an optimizer could train. Call ",
-            "set_requires_grad(true) before fully_shard");
-  }
-}
-
 void ShardedModel::begin_pass() {
-  unmark_parameters();
+  marks_->take_away();
   if (awaits_values_) require_values(*this);
   awaits_values_ = false;
-  require_same_parameters();
+  require_same_parameters(state_);
   sync_in_pass_ = sync_;
-  state_.gatherer->begin_backward(/*update_follows=*/sync_);
-  for (size_t b = 0; b < all_buckets(); ++b) {
-    if (!reshards_after_backward_[b]) state_.gatherer->keep_after_backward(b);
-  }
+  gathers_->begin_backward(/*update_follows=*/sync_);
   state_.gradients.reducer->begin_backward(sync_, /*boundary=*/true);
 }
 
@@ -240,30 +212,12 @@ void ShardedModel::end_pass() {
   state_.gatherer->end_backward();
   if (sync_in_pass_) {
     reducer.finish();
-    add_up_summed();
+    add_up_summed(state_, gradients_, ranks_);
     gradients_.hand_out(leaves_, state_.parameters);
     reducer.reset();
-    mark_parameters();
+    marks_->put();
   }
-  const auto stays = std::find(reshards_after_backward_.begin(), reshards_after_backward_.end(), 0);
-  for (size_t b = 0; b < all_buckets(); ++b) {
-    if (!reshards_after_backward_[b]) continue;
-    drop_hold(b);
-    state_.gatherer->reshard(b);
-  }
-  if (stays == reshards_after_backward_.end()) state_.gatherer->end_update();
-  state_.gatherer->take_changed();
-  state_.gatherer->end_pass();
-}
-
-// Adds up partial sums: of full parameters between parts of sequences each rank of the tensor axis has a part of the
-// gradient.
-void ShardedModel::add_up_summed() {
-  for (size_t b = 0; b < state_.buckets.size(); ++b) {
-    const at::Tensor gradient = gradients_.gradient(b);
-    if (!state_.is_summed(b) || !gradient.defined()) continue;
-    engine::add_up(gradient, *ranks_.tensor, ranks_.device, cat("summed gradients of bucket ", b));
-  }
+  gathers_->end_pass();
 }
 
 void ShardedModel::abandon_pass() noexcept {
@@ -277,119 +231,26 @@ void ShardedModel::abandon_pass() noexcept {
   }
 }
 
-void ShardedModel::mark_parameters() {
-  marks_.clear();
-  for (const zero::Parameter& parameter : state_.parameters) {
-    if (parameter.tensor.grad().defined()) continue;
-    marks_.push_back(mark_of(parameter));
-    parameter.tensor.mutable_grad() = marks_.back();
-  }
-}
-
-void ShardedModel::unmark_parameters() {
-  if (marks_.empty()) return;
-  std::unordered_set<const void*> marks;
-  for (const at::Tensor& mark : marks_) marks.insert(mark.unsafeGetTensorImpl());
-  marks_.clear();
-  for (const zero::Parameter& parameter : state_.parameters) {
-    at::Tensor& gradient = parameter.tensor.mutable_grad();
-    if (gradient.defined() && marks.contains(gradient.unsafeGetTensorImpl())) gradient.reset();
-  }
-}
-
 void ShardedModel::require_between_passes(const char* call) const {
-  require(!ended(), call, ": this unit has become part of another fully_shard; ask that one");
+  require(pass_ != nullptr, call, ": this unit has become part of another fully_shard; ask that one");
   require(!pass_->running(), call,
           " was called while a backward pass is running; call it after loss.backward() returns");
   state_.gatherer->wait_all();
 }
 
-std::vector<size_t> ShardedModel::buckets_of(const torch::nn::Module& module) const {
-  std::vector<size_t> buckets;
-  std::unordered_set<const void*> own;
-  for (const at::Tensor& parameter : module.parameters()) {
-    own.insert(engine::trained_tensor(parameter).unsafeGetTensorImpl());
-  }
-  const auto look = [&](const zero::ParameterBucket& bucket, size_t number) {
-    const auto& parameters = bucket.parameters();
-    const bool any = std::any_of(parameters.begin(), parameters.end(), [&](const zero::Parameter& parameter) {
-      return own.contains(parameter.tensor.unsafeGetTensorImpl());
-    });
-    if (any) buckets.push_back(number);
-  };
-  for (size_t b = 0; b < state_.buckets.size(); ++b) look(state_.buckets[b], b);
-  for (size_t f = 0; f < state_.frozen_buckets.size(); ++f) look(state_.frozen_buckets[f], state_.buckets.size() + f);
-  return buckets;
-}
-
-void ShardedModel::unshard(const std::vector<size_t>& buckets) {
-  for (const size_t bucket : buckets) {
-    if (!std::exchange(held_[bucket], 1)) state_.gatherer->held().gather(bucket);
-  }
-}
-
-void ShardedModel::reshard(const std::vector<size_t>& buckets) {
-  for (const size_t bucket : buckets) {
-    drop_hold(bucket);
-    state_.gatherer->reshard(bucket);
-  }
-}
-
-void ShardedModel::set_gradient_sync(bool on) { sync_ = on; }
-
-void ShardedModel::set_reshard_after_backward(const std::vector<size_t>& buckets, bool on) {
-  for (const size_t bucket : buckets) reshards_after_backward_[bucket] = on ? 1 : 0;
-}
-
-void ShardedModel::set_reshard_after_forward(const std::vector<size_t>& buckets, bool on) {
-  for (const size_t bucket : buckets) state_.gatherer->keep_in_pass(bucket, !on);
-}
-
-void ShardedModel::prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward) {
-  for (const size_t bucket : when) (in_backward ? prefetch_.backward : prefetch_.forward)[bucket] = buckets;
-  state_.gatherer->prefetch_by(prefetch_);
-}
-
-void ShardedModel::slices_changed() {
-  for (size_t b = 0; b < all_buckets(); ++b) {
-    drop_hold(b);
-    state_.gatherer->reshard(b);
-  }
-}
-
-zero::HeldBytes ShardedModel::held_bytes() const {
-  zero::HeldBytes bytes;
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(engine::scalar_type(state_.plan.model_dtype)));
-  const int64_t whole = state_.gatherer->buckets().counts().live * element_bytes;
-  for (const zero::ParameterBucket& bucket : state_.buckets) bytes.parameters += bucket.held_bytes();
-  for (const zero::ParameterBucket& bucket : state_.frozen_buckets) bytes.parameters += bucket.held_bytes();
-  bytes.parameters -= whole;
-  bytes.gathered = whole;
-  for (size_t b = 0; b < state_.buckets.size(); ++b) {
-    const at::Tensor& master = state_.masters[b];
-    if (!master.is_alias_of(state_.buckets[b].kept())) bytes.master += static_cast<int64_t>(master.nbytes());
-  }
-  for (const SliceLeaf& leaf : leaves_) {
-    const at::Tensor& gradient = leaf.tensor.grad();
-    if (gradient.defined()) bytes.gradients += static_cast<int64_t>(gradient.nbytes());
-  }
-  return bytes;
-}
-
 void ShardedModel::end_as_unit() {
   require_between_passes("fully_shard");
-  slices_changed();  // with what the program has changed in place
-  norms_.reset();    // the groups of the module around it take their place
+  gathers_->reshard_all();  // with what the program has changed in place
+  norms_.reset();           // the groups of the module around it take their place
   end();
 }
 
 void ShardedModel::end() {
-  for (const auto& [parameter, hook] : leaf_hooks_) parameter.remove_hook(hook);
-  leaf_hooks_.clear();
-  unmark_parameters();
   watch_.reset();
+  marks_.reset();
   pass_.reset();
   state_.gradients.reducer.reset();
+  gathers_.reset();
   state_.gatherer = nullptr;
   state_.access.reset();
 }

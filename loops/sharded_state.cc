@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "loops/given_values.h"
 #include "loops/own_parts.h"
+#include "model/state/part_options.h"
 #include "model/state/whole_state.h"
 
 namespace ds::loops {
@@ -70,7 +71,7 @@ void take_wholes(ShardedModel& model,
     at::Tensor(part->second.values).copy_(elements_of(part->second, whole));
   }
   for (const auto& item : module.named_buffers()) at::Tensor(item.value()).copy_(value_of(item.key(), item.value()));
-  model.slices_changed();
+  model.gathers().reshard_all();
 }
 
 // The tensors that trained parameters are kept in, and others too.
@@ -131,7 +132,7 @@ void load_sharded_state(ShardedModel& model, const std::vector<ShardedTensor>& p
   }
   for (const OwnPart& part : own) require_covered("load_sharded_state_dict", part, given);
   for (const OwnPart& part : own) copy_parts(part, given);
-  model.slices_changed();
+  model.gathers().reshard_all();
 }
 
 StateDict local_state(const ShardedModel& model) {
@@ -149,7 +150,27 @@ void load_local_state(ShardedModel& model, const StateDict& state) {
     require_shape("load_local_state_dict", leaf.name, found->second, leaf.tensor.sizes());
   }
   for (const SliceLeaf& leaf : model.leaves()) leaf.tensor.detach().copy_(values.at(leaf.name));
-  model.slices_changed();
+  model.gathers().reshard_all();
+}
+
+zero::HeldBytes held_bytes(const ShardedModel& model) {
+  const engine::ModelState& state = model.state();
+  zero::HeldBytes bytes;
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(engine::scalar_type(state.plan.model_dtype)));
+  const int64_t whole = state.gatherer->buckets().counts().live * element_bytes;
+  for (const zero::ParameterBucket& bucket : state.buckets) bytes.parameters += bucket.held_bytes();
+  for (const zero::ParameterBucket& bucket : state.frozen_buckets) bytes.parameters += bucket.held_bytes();
+  bytes.parameters -= whole;
+  bytes.gathered = whole;
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const at::Tensor& master = state.masters[b];
+    if (!master.is_alias_of(state.buckets[b].kept())) bytes.master += static_cast<int64_t>(master.nbytes());
+  }
+  for (const SliceLeaf& leaf : model.leaves()) {
+    const at::Tensor& gradient = leaf.tensor.grad();
+    if (gradient.defined()) bytes.gradients += static_cast<int64_t>(gradient.nbytes());
+  }
+  return bytes;
 }
 
 }  // namespace ds::loops

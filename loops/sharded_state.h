@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dsengine/fully_shard.h"
+#include "dsengine/memory.h"
 #include "loops/sharded_model.h"
 
 namespace ds::loops {
@@ -24,6 +25,8 @@ std::string save_state(ShardedModel& model, const std::string& folder, const std
 void load_state(ShardedModel& model, const std::string& folder, const std::string& tag,
                 torch::optim::Optimizer* optimizer);
 
+// Implements FullySharded::held_bytes().
+zero::HeldBytes held_bytes(const ShardedModel& model);
 // Implements FullySharded::clip_grad_norm_().
 double clip_gradients(const ShardedModel& model, double max_norm, double norm_type);
 

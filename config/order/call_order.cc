@@ -16,19 +16,19 @@ enum Needs : unsigned {
   kBackwardBefore = 1 << 2,  // since the last step()
   kReductions = 1 << 3,      // not inside no_sync()
   kBetweenSteps = 1 << 4,    // not inside an accumulation
-  kNoScopes = 1 << 5,        // of gathered_parameters()
+  kNoScopes = 1 << 5,        // not inside scopes of gathered_parameters()
   kMovedStates = 1 << 6,     // between offload_states() and reload_states()
 };
 
-// The needs of a call; texts are of the checks that it has.
+// The needs of a call, and the words of it in messages of the checks that follow from them.
 struct Row {
   Call call;
   const char* name;
   unsigned needs = kNothing;
   std::optional<Driver> driver = {};
   const char* other_driver = "";       // Driver::kProgram: what a pipeline's program is told
-  const char* inside = " was called";  // kBetweenSteps
-  const char* instead = "";            // likewise
+  const char* inside = " was called";  // kBetweenSteps: the verb
+  const char* instead = "";            // kBetweenSteps: the advice
 };
 
 constexpr const char* kAtBoundary = "; call it after step() at the boundary";
@@ -93,9 +93,6 @@ const Row& row_of(Call call) {
   return *row;
 }
 
-constexpr const char* kMixture =
-    " had failed part of the way: weights and optimizer states are a mixture; load a checkpoint that is whole first";
-
 }  // namespace
 
 void CallOrder::require_driver(Call call) const {
@@ -122,82 +119,92 @@ void CallOrder::require(Call call) const {
               "offload_states() first");
   ds::require(!needs(kStatesHere) || !moved_, row.name,
               " was called while states are offloaded; call reload_states() first");
-  ds::require(!needs(kWholeState) || !half_loaded_, row.name, " was called after load_checkpoint()", kMixture);
-  ds::require(!needs(kWholeState) || !half_stepped_, row.name, " was called after a step()", kMixture);
-  ds::require(!needs(kBackwardBefore) || backwards_since_step_ > 0, row.name, " was called before backward(). ",
+  if (needs(kWholeState)) consistency.require_whole(row.name);
+  ds::require(!needs(kBackwardBefore) || micro_batches.awaits_step(), row.name, " was called before backward(). ",
               "Expected: loss = model->forward(...); engine->backward(loss); engine->step()");
-  ds::require(!needs(kReductions) || synchronize_, row.name,
+  ds::require(!needs(kReductions) || scopes.synchronizes(), row.name,
               " was called inside no_sync(); end the no_sync scope first");
-  ds::require(!needs(kBetweenSteps) || accumulation_begins(), row.name, row.inside,
-              micro_batches_done_ == 0 ? std::string(" between backward() and step()")
-                                       : cat(" inside an accumulation, after ", micro_batches_done_, " of ",
-                                             accumulation_.micro_batches, " micro-batches"),
+  ds::require(!needs(kBetweenSteps) || micro_batches.at_start(), row.name, row.inside,
+              micro_batches.done() == 0 ? std::string(" between backward() and step()")
+                                        : cat(" inside an accumulation, after ", micro_batches.done(), " of ",
+                                              micro_batches.per_update(), " micro-batches"),
               row.instead);
-  ds::require(!needs(kNoScopes) || scopes_ == 0, row.name, " was called while ", scopes_,
+  ds::require(!needs(kNoScopes) || scopes.gathers() == 0, row.name, " was called while ", scopes.gathers(),
               " scopes of gathered_parameters() are open; end them first");
-}
-
-void CallOrder::require_scope(bool modifies) const {
-  ds::require(!modifies || read_only_scopes_ == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
-              "opened inside one without; close the outer one first, or give it a modifier rank too");
 }
 
 void CallOrder::require_load(bool with_states) const {
   require(Call::kLoadCheckpoint);
-  ds::require(!(half_loaded_states_ || half_stepped_) || with_states, "load_checkpoint() without optimizer states ",
-              "was called after ", half_stepped_ ? "a step()" : "one with them",
-              " had failed part of the way: the optimizer's are a mixture; load them too");
+  consistency.require_load(with_states);
 }
 
 void CallOrder::use_from_this_thread() {
-  ds::require(scopes_ == 0 && synchronize_,
+  ds::require(scopes.gathers() == 0 && scopes.synchronizes(),
               "use_from_this_thread() was called while scopes of gathered_parameters() or ",
               "no_sync() are open; end them first, on thread ", thread_);
   thread_ = std::this_thread::get_id();
 }
 
-bool CallOrder::at_boundary() const {
+bool MicroBatchCounter::at_boundary() const {
   if (boundary_) return *boundary_;
-  return !accumulation_.counted || micro_batches_done_ + 1 >= accumulation_.micro_batches;
+  return !rule_.counted || done_ + 1 >= rule_.micro_batches;
 }
 
-void CallOrder::micro_batch_done() {
-  ++micro_batches_done_;
-  batches_done_ += accumulation_.counted ? 1 : backwards_since_step_;
+void MicroBatchCounter::note_micro_batch() {
+  ++done_;
+  batches_done_ += rule_.counted ? 1 : backwards_since_step_;
   backwards_since_step_ = 0;
 }
 
-int64_t CallOrder::end_accumulation() {
+int64_t MicroBatchCounter::end_accumulation() {
   batches_done_ = 0;
-  return std::exchange(micro_batches_done_, 0);
+  return std::exchange(done_, 0);
 }
 
-int64_t CallOrder::drop_accumulation() {
+int64_t MicroBatchCounter::drop_accumulation() {
   backwards_since_step_ = 0;
   return end_accumulation();
 }
 
-void CallOrder::begin_no_sync() {
-  ds::require(synchronize_, "no_sync() inside no_sync(): expected one scope at a time");
-  synchronize_ = false;
+void OpenScopes::begin_no_sync() {
+  require(synchronizes_, "no_sync() inside no_sync(): expected one scope at a time");
+  synchronizes_ = false;
 }
 
-void CallOrder::scope_opened(bool modifies) {
-  ++scopes_;
-  if (!modifies) ++read_only_scopes_;
+void OpenScopes::require_gather(bool modifies) const {
+  require(!modifies || read_only_gathers_ == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
+          "opened inside one without; close the outer one first, or give it a modifier rank too");
 }
 
-void CallOrder::scope_closed(bool modifies) {
-  --scopes_;
-  if (!modifies) --read_only_scopes_;
+void OpenScopes::begin_gather(bool modifies) {
+  ++gathers_;
+  if (!modifies) ++read_only_gathers_;
 }
 
-void CallOrder::load_begins(bool with_states) {
+void OpenScopes::end_gather(bool modifies) {
+  --gathers_;
+  if (!modifies) --read_only_gathers_;
+}
+
+void ModelConsistency::require_whole(const char* call) const {
+  constexpr const char* kMixture =
+      " had failed part of the way: weights and optimizer states are a mixture; load a checkpoint that is whole first";
+  require(!half_loaded_, call, " was called after load_checkpoint()", kMixture);
+  require(!half_stepped_, call, " was called after a step()", kMixture);
+}
+
+void ModelConsistency::require_load(bool with_states) const {
+  require(!(half_loaded_states_ || half_stepped_) || with_states, "load_checkpoint() without optimizer states ",
+          "was called after ", half_stepped_ ? "a step()" : "one with them",
+          " had failed part of the way: the optimizer's are a mixture; load them too");
+}
+
+void ModelConsistency::load_begins(bool with_states) {
   half_loaded_ = true;
   half_loaded_states_ = half_loaded_states_ || with_states;
 }
 
-void CallOrder::load_done() {
+void ModelConsistency::load_done() {
   half_loaded_ = false;
   half_loaded_states_ = false;
   half_stepped_ = false;

@@ -45,85 +45,126 @@ struct AccumulationRule {
   bool counted = true;        // managed_gradient_accumulation; false: every step() is a boundary
 };
 
-// One per engine, and of one thread: the one that made it, or has taken it over since.
-class CallOrder {
+// Counts the micro-batches of the running accumulation, and knows at which of them the update comes.
+class MicroBatchCounter {
  public:
-  CallOrder() = default;
-  CallOrder(Driver driver, AccumulationRule accumulation) : driver_(driver), accumulation_(accumulation) {}
+  explicit MicroBatchCounter(AccumulationRule rule) : rule_(rule) {}
 
-  // Throws UsageError, naming the call, what is in its way and the call that is expected.
-  void require(Call call) const;
-  // The part of it that depends on the driver and the thread alone.
-  void require_driver(Call call) const;
-  // Calls come from this thread from now on. Throws UsageError where a scope of the other one is open.
-  void use_from_this_thread();
-  // A scope of gathered_parameters() with or without a modifier rank.
-  void require_scope(bool modifies) const;
-  // load_checkpoint() with or without optimizer states.
-  void require_load(bool with_states) const;
-
-  // --- the running accumulation ------------------------------------------------------------------------------------
-  int64_t micro_batches_done() const { return micro_batches_done_; }
-  int64_t micro_batches_of_update() const { return accumulation_.micro_batches; }
+  // The micro-batches of the running accumulation that step() has counted.
+  int64_t done() const { return done_; }
+  // The micro-batches that an update is made of.
+  int64_t per_update() const { return rule_.micro_batches; }
+  void set_per_update(int64_t count) { rule_.micro_batches = count; }
   // The backward() calls whose samples are counted: where step() does not count them, each backward() is one.
   int64_t batches_done() const { return batches_done_; }
+  int64_t backwards_since_step() const { return backwards_since_step_; }
   bool awaits_step() const { return backwards_since_step_ > 0; }
-  // No backward() of it has been.
-  bool accumulation_begins() const { return backwards_since_step_ == 0 && micro_batches_done_ == 0; }
-  void set_micro_batches_of_update(int64_t count) { accumulation_.micro_batches = count; }
-  // In place of counting; nothing: counts again.
-  void set_boundary(std::optional<bool> is_boundary) { boundary_ = is_boundary; }
+  // Whether no backward() of the running accumulation has been.
+  bool at_start() const { return backwards_since_step_ == 0 && done_ == 0; }
   // Whether the running micro-batch is the last one before the update.
   bool at_boundary() const;
   // False: only step() tells, so that a backward pass cannot yet reduce for the boundary.
-  bool boundary_is_known() const { return boundary_ || accumulation_.counted; }
-  void backward_done() { ++backwards_since_step_; }
-  int64_t backwards_since_step() const { return backwards_since_step_; }
-  void micro_batch_done();
-  // A schedule's, all at once.
-  void micro_batches_done(int64_t count) { micro_batches_done_ = batches_done_ = count; }
-  // The update begins, or the accumulation is dropped: returns the micro-batches it had.
+  bool boundary_is_known() const { return boundary_ || rule_.counted; }
+  // Says in place of counting whether the running micro-batch is the last one; nothing: it is counted again.
+  void set_boundary(std::optional<bool> is_boundary) { boundary_ = is_boundary; }
+
+  void note_backward() { ++backwards_since_step_; }
+  // Notes that step() ends a micro-batch.
+  void note_micro_batch();
+  // Notes a batch of a schedule: all micro-batches of an accumulation at once.
+  void note_batch(int64_t micro_batches) { done_ = batches_done_ = micro_batches; }
+  // Notes that the update begins. Returns the micro-batches that the accumulation had.
   int64_t end_accumulation();
+  // Notes that the accumulation is dropped, with the passes since the last step(). Returns its micro-batches.
   int64_t drop_accumulation();
 
-  // --- scopes ------------------------------------------------------------------------------------------------------
-  // Throws UsageError inside another one.
-  void begin_no_sync();
-  void end_no_sync() { synchronize_ = true; }
-  bool synchronizes() const { return synchronize_; }  // false inside no_sync()
-  void scope_opened(bool modifies);
-  void scope_closed(bool modifies);
-  // Whether a pass at the boundary gives the last gradients of the step, with which masters may be changed at once: an
-  // open scope may write to them when it ends.
-  bool gives_last_gradients(bool boundary) const { return boundary && synchronize_ && scopes_ == 0; }
-
-  // --- what the model has ------------------------------------------------------------------------------------------
-  void states_moved() { moved_ = true; }  // offload_states()
-  void states_returned() { moved_ = false; }
-  // Some slices have an update that others do not have; now all have it.
-  void slice_updated() { half_stepped_ = true; }
-  void update_done() { half_stepped_ = false; }
-  // Until load_done() weights are of two models; `with_states`: optimizer states too.
-  void load_begins(bool with_states);
-  void load_done();
-  // A load or a step failed part of the way.
-  bool is_mixture() const { return half_loaded_ || half_stepped_; }
-
  private:
-  std::thread::id thread_ = std::this_thread::get_id();
-  Driver driver_ = Driver::kProgram;
-  AccumulationRule accumulation_;
+  AccumulationRule rule_;
   std::optional<bool> boundary_;
   int64_t backwards_since_step_ = 0;
-  int64_t micro_batches_done_ = 0;
+  int64_t done_ = 0;
   int64_t batches_done_ = 0;
-  bool synchronize_ = true;
-  int scopes_ = 0;            // of gathered_parameters() that are open
-  int read_only_scopes_ = 0;  // those of them without a modifier rank
-  bool moved_ = false;
+};
+
+// The scopes that the program has open: no_sync(), and those of gathered_parameters(), with or without a modifier rank.
+class OpenScopes {
+ public:
+  // Throws UsageError inside another no_sync().
+  void begin_no_sync();
+  void end_no_sync() { synchronizes_ = true; }
+  // False inside no_sync(), where gradients are not reduced.
+  bool synchronizes() const { return synchronizes_; }
+
+  // Throws UsageError where a scope of gathered_parameters() cannot be opened inside of those that are open.
+  // `modifies`: it has a modifier rank.
+  void require_gather(bool modifies) const;
+  void begin_gather(bool modifies);
+  void end_gather(bool modifies);
+  // The number of open scopes of gathered_parameters().
+  int gathers() const { return gathers_; }
+
+  // Whether a pass at the boundary gives the last gradients of the step, with which masters may be changed at once: an
+  // open scope may write to them when it ends.
+  bool gives_last_gradients(bool boundary) const { return boundary && synchronizes_ && gathers_ == 0; }
+
+ private:
+  bool synchronizes_ = true;
+  int gathers_ = 0;
+  int read_only_gathers_ = 0;  // the open ones without a modifier rank
+};
+
+// Whether the weights and the optimizer states are those of one model: a step or a load that fails part of the way
+// leaves a mixture, until a whole checkpoint is loaded.
+class ModelConsistency {
+ public:
+  // Throws UsageError where the model is a mixture. `call`: the call to name.
+  void require_whole(const char* call) const;
+  // Throws UsageError where load_checkpoint(), with or without optimizer states, would leave a mixture.
+  void require_load(bool with_states) const;
+  bool is_mixture() const { return half_loaded_ || half_stepped_; }
+
+  // Notes that some slices have an update that others do not have.
+  void slice_updated() { half_stepped_ = true; }
+  // Notes that all slices have the update.
+  void update_done() { half_stepped_ = false; }
+  // Notes that weights are of two models until load_done(); `with_states`: optimizer states too.
+  void load_begins(bool with_states);
+  void load_done();
+
+ private:
   bool half_stepped_ = false;
   bool half_loaded_ = false;
   bool half_loaded_states_ = false;
+};
+
+// The rules which call may follow which. One per engine, and of one thread: the one that made it, or has taken it over
+// since.
+class CallOrder {
+ public:
+  CallOrder() : CallOrder(Driver::kProgram, {}) {}
+  CallOrder(Driver driver, AccumulationRule accumulation) : micro_batches(accumulation), driver_(driver) {}
+
+  // Throws UsageError, naming the call, what is in its way and the call that is expected.
+  void require(Call call) const;
+  // Checks the part of require() that depends on the driver and the thread alone.
+  void require_driver(Call call) const;
+  // Checks load_checkpoint() with or without optimizer states.
+  void require_load(bool with_states) const;
+  // Lets calls come from this thread from now on. Throws UsageError where the other thread has a scope open.
+  void use_from_this_thread();
+  // Note that offload_states() has moved the model's states away, and that reload_states() has brought them back.
+  void states_moved() { moved_ = true; }
+  void states_returned() { moved_ = false; }
+
+  // The history that the rules look at; a driver tells each part what has happened.
+  MicroBatchCounter micro_batches;
+  OpenScopes scopes;
+  ModelConsistency consistency;
+
+ private:
+  std::thread::id thread_ = std::this_thread::get_id();
+  Driver driver_;
+  bool moved_ = false;
 };
 
 }  // namespace ds::engine

@@ -27,14 +27,15 @@ class Phases {
  public:
   static constexpr const char* kBetweenCalls = "the program (data, forward)";
 
-  // `progress` and `order` outlive it.
-  Phases(const Progress& progress, const CallOrder& order) : progress_(progress), order_(order) {}
+  // `progress` and `micro_batches` outlive it.
+  Phases(const Progress& progress, const MicroBatchCounter& micro_batches)
+      : progress_(progress), micro_batches_(micro_batches) {}
   // Sets the group whose observers are told; until then nobody is.
   void tell(std::shared_ptr<comm::Communicator> world) { world_ = std::move(world); }
 
   // Tells the observers that `phase`, a string literal, begins.
   void note(const char* phase) const {
-    if (world_) world_->note_phase(phase, progress_.global_steps + 1, order_.micro_batches_done());
+    if (world_) world_->note_phase(phase, progress_.global_steps + 1, micro_batches_.done());
   }
 
   // Tells the observers that a phase begins, and, when it is destroyed, that the program runs again.
@@ -52,7 +53,7 @@ class Phases {
  private:
   std::shared_ptr<comm::Communicator> world_;  // null before initialize has it
   const Progress& progress_;
-  const CallOrder& order_;
+  const MicroBatchCounter& micro_batches_;
 };
 
 // A step that is over, applied or skipped.

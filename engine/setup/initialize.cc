@@ -279,8 +279,10 @@ bool all_may_judge_late(const Engine::Impl& impl) {
 
 void build_steps(Engine::Impl& impl) {
   impl.watch.emplace(impl.state, impl.saves.background());
-  impl.update = make_update(
-      {.state = impl.state, .order = impl.order, .progress = impl.progress, .saving = impl.saves.background()});
+  impl.update = make_update({.state = impl.state,
+                             .consistency = impl.order.consistency,
+                             .progress = impl.progress,
+                             .saving = impl.saves.background()});
   impl.accumulation.emplace(AccumulationDeps{.state = impl.state,
                                              .update = *impl.update,
                                              .order = impl.order,
@@ -291,7 +293,7 @@ void build_steps(Engine::Impl& impl) {
   impl.step.emplace(OptimizerStepDeps{.state = impl.state,
                                       .update = *impl.update,
                                       .accumulation = *impl.accumulation,
-                                      .order = impl.order,
+                                      .consistency = impl.order.consistency,
                                       .progress = impl.progress,
                                       .loss_scaler = impl.loss_scaler,
                                       .watch = *impl.watch,

@@ -8,7 +8,7 @@
 namespace ds::engine {
 
 at::Tensor Accumulation::averaged(const at::Tensor& loss) const {
-  const int64_t micro_batches = parts_.order.micro_batches_of_update();
+  const int64_t micro_batches = parts_.order.micro_batches.per_update();
   return micro_batches == 1 ? loss : loss / static_cast<double>(micro_batches);
 }
 
@@ -40,13 +40,13 @@ void Accumulation::run(bool boundary, const std::function<void()>& pass, std::ve
   go_on_with_gradients(parts_.state);
   access.begin_backward(/*update_follows=*/boundary);
   if (gradients.reduction) gradients.reduction->begin_pass(parts_.progress.global_steps, loss_scale());
-  gradients.reducer->begin_backward(parts_.order.synchronizes(), boundary, std::move(in_pass));
+  gradients.reducer->begin_backward(parts_.order.scopes.synchronizes(), boundary, std::move(in_pass));
   const auto reduced_pass = [&] {
     pass();
     gradients.reducer->end_backward();
   };
   try {
-    if (parts_.order.gives_last_gradients(boundary)) {
+    if (parts_.order.scopes.gives_last_gradients(boundary)) {
       parts_.update.run_last_pass([this] { return 1.0 / loss_scale(); }, reduced_pass);
     } else {
       reduced_pass();

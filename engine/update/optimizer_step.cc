@@ -171,7 +171,7 @@ void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
 void OptimizerStep::note_update() {
   late_.note_update();
   deps_.watch.updated();
-  deps_.order.update_done();
+  deps_.consistency.update_done();
   deps_.progress.step_applied = true;
 }
 
@@ -197,7 +197,7 @@ void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
     deps_.progress.loss = agreement.finish(parted, updated);
     if (agreement.buffers_differ()) warnings_.warn_of_buffers();
   } catch (...) {
-    if (parted) deps_.order.slice_updated();  // what each rank has is no longer one model
+    if (parted) deps_.consistency.slice_updated();  // what each rank has is no longer one model
     throw;
   }
 }

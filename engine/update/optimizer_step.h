@@ -39,7 +39,7 @@ struct OptimizerStepDeps {
   ModelState& state;
   Update& update;
   Accumulation& accumulation;
-  CallOrder& order;
+  ModelConsistency& consistency;
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
   ModelWatch& watch;

@@ -116,7 +116,7 @@ void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& updat
     } else {
       update_into(gradient, own);
     }
-    order_.slice_updated();
+    consistency_.slice_updated();
     if (still) still->restore();
   });
   state_.access->updated(b);
@@ -158,7 +158,7 @@ void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
   }
   if (together.empty()) return;
   state_.optimizer.own->update_all(updates, scale);
-  order_.slice_updated();
+  consistency_.slice_updated();
   for (const FrozenValues& held : still) held.restore();
   for (const size_t b : together) state_.access->updated(b);
 }
@@ -169,7 +169,7 @@ void SliceSteps::all_on_host(double gradient_scale) {
 
 void SliceSteps::publish(size_t b, const at::Tensor& weights) {
   const zero::ParameterBucket& bucket = state_.buckets[b];
-  order_.slice_updated();
+  consistency_.slice_updated();
   bucket.use_slice(/*changes=*/true,
                    [&] { at::Tensor(bucket.slice(state_.groups_of(b).shards.rank())).copy_(weights); });
   state_.access->updated(b);
@@ -215,7 +215,7 @@ class ClientUpdate final : public Update {
  public:
   explicit ClientUpdate(const UpdateDeps& deps)
       : state_(deps.state),
-        order_(deps.order),
+        consistency_(deps.consistency),
         wants_closure_(dynamic_cast<const torch::optim::LBFGS*>(state_.optimizer.client.get()) != nullptr) {}
 
   void apply(double gradient_scale) override {
@@ -223,7 +223,7 @@ class ClientUpdate final : public Update {
             "step(), by a closure: expected engine->step(closure), where closure() returns the loss after ",
             "engine->backward(loss), found engine->step()");
     give_gradients(gradient_scale);
-    order_.slice_updated();
+    consistency_.slice_updated();
     if (!closure_) {
       state_.optimizer.client->step();
       return;
@@ -255,7 +255,7 @@ class ClientUpdate final : public Update {
   }
 
   ModelState& state_;
-  CallOrder& order_;
+  ModelConsistency& consistency_;
   bool wants_closure_;
   std::function<at::Tensor()> closure_;
 };
@@ -264,7 +264,7 @@ class ClientUpdate final : public Update {
 // weights before it (OffloadedState::start_update); the next step publishes its weights.
 class DelayedUpdate final : public Update {
  public:
-  explicit DelayedUpdate(const UpdateDeps& deps) : state_(deps.state), order_(deps.order), steps_(deps) {}
+  explicit DelayedUpdate(const UpdateDeps& deps) : state_(deps.state), consistency_(deps.consistency), steps_(deps) {}
   ~DelayedUpdate() override { state_.offloaded->abandon_update(); }  // it uses the optimizer
   DelayedUpdate(const DelayedUpdate&) = delete;
   DelayedUpdate& operator=(const DelayedUpdate&) = delete;
@@ -297,11 +297,11 @@ class DelayedUpdate final : public Update {
     state_.offloaded->finish_update([this](size_t b, const at::Tensor& weights) { steps_.publish(b, weights); });
     at::autocast::clear_cache();  // copies of the weights before
     state_.access->end_update();
-    order_.update_done();
+    consistency_.update_done();
   }
 
   ModelState& state_;
-  CallOrder& order_;
+  ModelConsistency& consistency_;
   SliceSteps steps_;
 };
 

@@ -39,7 +39,7 @@ class Update {
     pass();
   }
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. After an exception
-  // some slices may have been updated, which is noted in the CallOrder.
+  // some slices may have been updated; UpdateDeps::consistency knows of it then.
   virtual void apply(double gradient_scale) = 0;
   // Whether apply_on_device() can make every step of this rank, because the host does the same for a step that the
   // device skips.
@@ -60,7 +60,7 @@ class Update {
 // The objects that a path works on; all of them outlive it.
 struct UpdateDeps {
   ModelState& state;
-  CallOrder& order;
+  ModelConsistency& consistency;
   Progress& progress;
   checkpoint::BackgroundSave& saving;  // a save that reads masters and states; it is waited for before they change
 };
@@ -77,7 +77,7 @@ void require_freezing_possible(const ModelState& state);
 // Makes the optimizer's step on this rank's slices of all buckets. Paths of the update consist of its calls.
 class SliceSteps {
  public:
-  explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), order_(deps.order) {}
+  explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), consistency_(deps.consistency) {}
 
   // Returns the factor that the optimizer gets for gradients that the step multiplies by `gradient_scale`.
   double factor(double gradient_scale) const;
@@ -99,7 +99,7 @@ class SliceSteps {
   void on_host(size_t bucket, double gradient_scale);
 
   ModelState& state_;
-  CallOrder& order_;
+  ModelConsistency& consistency_;
 };
 
 }  // namespace ds::engine

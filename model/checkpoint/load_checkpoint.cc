@@ -95,8 +95,8 @@ std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& fold
 // One folder. Its failure is this rank's; the outcome is that of all.
 class Attempt {
  public:
-  Attempt(const ModelState& model, CallOrder& order, const LoadRequest& request)
-      : model_(model), order_(order), request_(request) {}
+  Attempt(const ModelState& model, ModelConsistency& consistency, const LoadRequest& request)
+      : model_(model), consistency_(consistency), request_(request) {}
 
   Outcome read(const std::string& path) {
     const Ranks& ranks = model_.ranks;
@@ -107,11 +107,11 @@ class Attempt {
       fit_.emplace(model_, *source_,
                    FitOptions{.strict = request_.options.load_module_strict,
                               .with_states = options.with_states,
-                              .all_weights = order_.is_mixture(),
+                              .all_weights = consistency_.is_mixture(),
                               .hints = request_.hints});
     });
     if (outcome != Outcome::kGood) return outcome;
-    order_.load_begins(options.with_states);
+    consistency_.load_begins(options.with_states);
     StateReader& reader = reader_.emplace(model_, *source_, *fit_, options);
     outcome = on_all_ranks(ranks, failure_, [&] { reader.read(); });
     if (outcome != Outcome::kGood) return outcome;
@@ -130,7 +130,7 @@ class Attempt {
                       .with_schedule = request_.options.load_lr_scheduler_states,
                       .with_rank_states = reader_->has_rank_states()});
     }
-    order_.load_done();
+    consistency_.load_done();
     forget_gradients(model_);
     model_.choose_gradients();
   }
@@ -140,7 +140,7 @@ class Attempt {
 
  private:
   const ModelState& model_;
-  CallOrder& order_;
+  ModelConsistency& consistency_;
   const LoadRequest& request_;
   std::unique_ptr<Source> source_;
   std::optional<CheckpointFit> fit_;
@@ -150,7 +150,7 @@ class Attempt {
 
 }  // namespace
 
-LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
+LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, ModelConsistency& consistency,
                                  const LoadRequest& request) {
   const bool first = model.ranks.world->rank() == 0;
   const HostFolders folders =
@@ -169,7 +169,7 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, C
   }
   for (size_t i = 0; i < tags.size(); ++i) {
     const std::string path = checkpoint::tag_path(folder, tags[i]);
-    Attempt attempt(model, order, request);
+    Attempt attempt(model, consistency, request);
     const Outcome outcome = attempt.read(path);
     if (outcome == Outcome::kGood) {
       attempt.finish(run);

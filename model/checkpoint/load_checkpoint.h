@@ -20,10 +20,10 @@ struct LoadRequest {
   bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
 };
 
-// Loads a checkpoint. To be called between optimizer steps, with nothing on its way and no save in flight. The order of
-// calls is told when the model is a mixture, and when not any more. Collective; see Engine::load_checkpoint for what it
-// returns and throws.
-LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
+// Loads a checkpoint. To be called between optimizer steps, with nothing on its way and no save in flight.
+// `consistency` is told when the model is a mixture, and when not any more. Collective; see Engine::load_checkpoint for
+// what it returns and throws.
+LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, ModelConsistency& consistency,
                                  const LoadRequest& request);
 
 }  // namespace ds::engine

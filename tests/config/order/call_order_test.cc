@@ -71,34 +71,34 @@ TEST(CallOrder, APipelineHasOneCallForAStep) {
 
 TEST(CallOrder, MicroBatchesAreCountedToTheBoundary) {
   CallOrder order = of_program(2);
-  EXPECT_TRUE(order.boundary_is_known());
-  EXPECT_FALSE(order.at_boundary());
-  order.backward_done();
-  order.backward_done();
+  EXPECT_TRUE(order.micro_batches.boundary_is_known());
+  EXPECT_FALSE(order.micro_batches.at_boundary());
+  order.micro_batches.note_backward();
+  order.micro_batches.note_backward();
   order.require(Call::kStep);
-  order.micro_batch_done();
+  order.micro_batches.note_micro_batch();
   EXPECT_NE(refusal(order, Call::kStep), "");
-  EXPECT_TRUE(order.at_boundary());
-  order.backward_done();
-  order.micro_batch_done();
-  EXPECT_EQ(order.end_accumulation(), 2);
-  EXPECT_FALSE(order.at_boundary());
+  EXPECT_TRUE(order.micro_batches.at_boundary());
+  order.micro_batches.note_backward();
+  order.micro_batches.note_micro_batch();
+  EXPECT_EQ(order.micro_batches.end_accumulation(), 2);
+  EXPECT_FALSE(order.micro_batches.at_boundary());
 }
 
 TEST(CallOrder, AProgramMayDeclareTheBoundary) {
   CallOrder order = of_program(1, /*counted=*/false);
-  EXPECT_FALSE(order.boundary_is_known());
-  EXPECT_TRUE(order.at_boundary());
-  order.set_boundary(false);
-  EXPECT_TRUE(order.boundary_is_known());
-  EXPECT_FALSE(order.at_boundary());
-  order.set_boundary(std::nullopt);
-  EXPECT_TRUE(order.at_boundary());
+  EXPECT_FALSE(order.micro_batches.boundary_is_known());
+  EXPECT_TRUE(order.micro_batches.at_boundary());
+  order.micro_batches.set_boundary(false);
+  EXPECT_TRUE(order.micro_batches.boundary_is_known());
+  EXPECT_FALSE(order.micro_batches.at_boundary());
+  order.micro_batches.set_boundary(std::nullopt);
+  EXPECT_TRUE(order.micro_batches.at_boundary());
 }
 
 TEST(CallOrder, WithoutAccumulationTheStepIsWhatIsMissing) {
   CallOrder order = of_program(1);
-  order.backward_done();
+  order.micro_batches.note_backward();
   EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
   EXPECT_EQ(refusal(order, Call::kOffloadStates),
             "offload_states() was called between backward() and step(); call it after step() at the boundary");
@@ -117,23 +117,23 @@ TEST(CallOrder, NobodyTrainsWithoutAnOptimizer) {
 
 TEST(CallOrder, CountsPassesWhereStepDoesNotCount) {
   CallOrder order = of_program(1, /*counted=*/false);
-  for (int i = 0; i < 3; ++i) order.backward_done();
-  order.micro_batch_done();
-  EXPECT_EQ(order.batches_done(), 3);
-  EXPECT_EQ(order.end_accumulation(), 1);
-  EXPECT_EQ(order.batches_done(), 0);
+  for (int i = 0; i < 3; ++i) order.micro_batches.note_backward();
+  order.micro_batches.note_micro_batch();
+  EXPECT_EQ(order.micro_batches.batches_done(), 3);
+  EXPECT_EQ(order.micro_batches.end_accumulation(), 1);
+  EXPECT_EQ(order.micro_batches.batches_done(), 0);
   CallOrder counted = of_program();
-  for (int i = 0; i < 3; ++i) counted.backward_done();
-  counted.micro_batch_done();
-  EXPECT_EQ(counted.batches_done(), 1);
+  for (int i = 0; i < 3; ++i) counted.micro_batches.note_backward();
+  counted.micro_batches.note_micro_batch();
+  EXPECT_EQ(counted.micro_batches.batches_done(), 1);
 }
 
 TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
   CallOrder order = of_program();
-  order.backward_done();
+  order.micro_batches.note_backward();
   EXPECT_EQ(refusal(order, Call::kOffloadStates),
             "offload_states() was called between backward() and step(); call it after step() at the boundary");
-  order.micro_batch_done();
+  order.micro_batches.note_micro_batch();
   EXPECT_EQ(refusal(order, Call::kOffloadStates),
             "offload_states() was called inside an accumulation, after 1 of 4 micro-batches; call it after step() at "
             "the boundary");
@@ -144,7 +144,7 @@ TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
   EXPECT_EQ(refusal(order, Call::kSetTrainBatchSize),
             "set_train_batch_size: called inside an accumulation, after 1 of 4 micro-batches; call it between "
             "optimizer steps");
-  EXPECT_EQ(order.drop_accumulation(), 1);
+  EXPECT_EQ(order.micro_batches.drop_accumulation(), 1);
   for (const Call call : {Call::kOffloadStates, Call::kLoadCheckpoint}) {
     EXPECT_EQ(refusal(order, call), "");
   }
@@ -152,50 +152,50 @@ TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
 
 TEST(CallOrder, ABatchOfAScheduleIsAWholeAccumulation) {
   CallOrder order = of_schedule();
-  order.micro_batches_done(4);
+  order.micro_batches.note_batch(4);
   EXPECT_NE(refusal(order, Call::kLoadCheckpoint), "");
-  EXPECT_EQ(order.end_accumulation(), 4);
+  EXPECT_EQ(order.micro_batches.end_accumulation(), 4);
   EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
 }
 
 TEST(CallOrder, NoStepInsideNoSync) {
   CallOrder order = of_program();
-  order.begin_no_sync();
-  EXPECT_FALSE(order.synchronizes());
-  EXPECT_EQ(refusal([&] { order.begin_no_sync(); }), "no_sync() inside no_sync(): expected one scope at a time");
-  order.backward_done();
+  order.scopes.begin_no_sync();
+  EXPECT_FALSE(order.scopes.synchronizes());
+  EXPECT_EQ(refusal([&] { order.scopes.begin_no_sync(); }), "no_sync() inside no_sync(): expected one scope at a time");
+  order.micro_batches.note_backward();
   EXPECT_EQ(refusal(order, Call::kStep), "step() was called inside no_sync(); end the no_sync scope first");
-  EXPECT_FALSE(order.gives_last_gradients(true));
-  order.end_no_sync();
+  EXPECT_FALSE(order.scopes.gives_last_gradients(true));
+  order.scopes.end_no_sync();
   EXPECT_EQ(refusal(order, Call::kStep), "");
-  EXPECT_TRUE(order.gives_last_gradients(true));
-  EXPECT_FALSE(order.gives_last_gradients(false));
+  EXPECT_TRUE(order.scopes.gives_last_gradients(true));
+  EXPECT_FALSE(order.scopes.gives_last_gradients(false));
 
   CallOrder pipeline = of_schedule();
-  pipeline.begin_no_sync();
+  pipeline.scopes.begin_no_sync();
   EXPECT_EQ(refusal(pipeline, Call::kTrainBatch),
             "train_batch() was called inside no_sync(); end the no_sync scope first");
 }
 
 TEST(CallOrder, OpenScopesAreEndedFirst) {
   CallOrder order = of_program();
-  order.scope_opened(/*modifies=*/false);
-  EXPECT_THAT(refusal([&] { order.require_scope(true); }), HasSubstr("cannot be opened inside one without"));
-  EXPECT_EQ(refusal([&] { order.require_scope(false); }), "");
-  order.scope_opened(false);
+  order.scopes.begin_gather(/*modifies=*/false);
+  EXPECT_THAT(refusal([&] { order.scopes.require_gather(true); }), HasSubstr("cannot be opened inside one without"));
+  EXPECT_EQ(refusal([&] { order.scopes.require_gather(false); }), "");
+  order.scopes.begin_gather(false);
   for (const Call call : {Call::kSaveCheckpoint, Call::kLoadCheckpoint, Call::kOffloadStates}) {
     EXPECT_THAT(refusal(order, call),
                 HasSubstr("() was called while 2 scopes of gathered_parameters() are open; end them first"));
   }
-  EXPECT_FALSE(order.gives_last_gradients(true));
-  order.backward_done();
+  EXPECT_FALSE(order.scopes.gives_last_gradients(true));
+  order.micro_batches.note_backward();
   EXPECT_EQ(refusal(order, Call::kStep),
             "step() was called while 2 scopes of gathered_parameters() are open; end them first");
-  order.scope_closed(false);
-  order.scope_closed(false);
+  order.scopes.end_gather(false);
+  order.scopes.end_gather(false);
   EXPECT_EQ(refusal(order, Call::kStep), "");
-  order.scope_opened(/*modifies=*/true);
-  EXPECT_EQ(refusal([&] { order.require_scope(true); }), "");
+  order.scopes.begin_gather(/*modifies=*/true);
+  EXPECT_EQ(refusal([&] { order.scopes.require_gather(true); }), "");
 }
 
 TEST(CallOrder, MovedStatesComeBackFirst) {
@@ -213,35 +213,35 @@ TEST(CallOrder, MovedStatesComeBackFirst) {
 
 TEST(CallOrder, AMixtureIsNotUsed) {
   CallOrder order = of_program();
-  order.slice_updated();
-  EXPECT_TRUE(order.is_mixture());
+  order.consistency.slice_updated();
+  EXPECT_TRUE(order.consistency.is_mixture());
   EXPECT_EQ(refusal(order, Call::kBackward),
             "backward() was called after a step() had failed part of the way: weights and optimizer states are a "
             "mixture; load a checkpoint that is whole first");
   EXPECT_EQ(refusal([&] { order.require_load(false); }),
             "load_checkpoint() without optimizer states was called after a step() had failed part of the way: the "
             "optimizer's are a mixture; load them too");
-  order.update_done();
+  order.consistency.update_done();
   EXPECT_EQ(refusal(order, Call::kBackward), "");
 
-  order.load_begins(/*with_states=*/true);
+  order.consistency.load_begins(/*with_states=*/true);
   for (const Call call :
        {Call::kBackward, Call::kModuleStateDict, Call::kFp32StateDict, Call::kSave16BitModel, Call::kSaveCheckpoint}) {
     EXPECT_THAT(refusal(order, call), HasSubstr("() was called after load_checkpoint() had failed part of the way"));
   }
   EXPECT_THAT(refusal([&] { order.require_load(false); }), HasSubstr("was called after one with them had failed"));
   EXPECT_EQ(refusal([&] { order.require_load(true); }), "");
-  order.load_begins(/*with_states=*/false);
+  order.consistency.load_begins(/*with_states=*/false);
   EXPECT_NE(refusal([&] { order.require_load(false); }), "") << "the states are still a mixture";
-  order.load_done();
-  EXPECT_FALSE(order.is_mixture());
+  order.consistency.load_done();
+  EXPECT_FALSE(order.consistency.is_mixture());
   EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
 }
 
 TEST(CallOrder, WeightsAloneMayBeLoadedAgain) {
   CallOrder order = of_program();
-  order.load_begins(/*with_states=*/false);
-  EXPECT_TRUE(order.is_mixture());
+  order.consistency.load_begins(/*with_states=*/false);
+  EXPECT_TRUE(order.consistency.is_mixture());
   EXPECT_EQ(refusal([&] { order.require_load(false); }), "");
 }
 
