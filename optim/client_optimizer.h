@@ -33,11 +33,11 @@ class ClientOptimizer final : public SliceOptimizer {
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   void states_changed(bool rank_states) override;
-  int64_t state_bytes_per_element() const override;
+  OptimizerTraits traits() const override;
   std::string name() const override { return client_name(*client_); }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   const ClientState* kind_of(const Slice& slice) const;

@@ -35,15 +35,16 @@ class Muon final : public CopyingOptimizer {
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   // On a device: matrices of one shape of a bucket are made orthogonal together.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return is_wide() && kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  // Slices of matrices have 4 bytes, those that Adam updates 8, which is the value given here.
-  int64_t state_bytes_per_element() const override { return 8; }
+  // Slices of matrices have 4 bytes of state per element, those that Adam updates 8, which is the value given here.
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = 8, .device_kernels = DeviceKernels::kFloat32};
+  }
   std::string name() const override { return "Muon"; }
 
  protected:
   // Throws UsageError for a bucket with parameters of both kinds, or with a part of a matrix.
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   struct State {
