@@ -32,7 +32,7 @@ class CompressedLayer {
   // where layer and rule do not fit, before anything is registered.
   void add(const Rule& rule);
 
-  // The tensors that an operator computes with, in the graph, in the place of those that the module gives it.
+  // Return what an operator computes with, in the graph, in the place of the tensors that the module gives it.
   at::Tensor compressed_weight(const at::Tensor& weight);
   at::Tensor compressed_bias(const at::Tensor& bias);
   at::Tensor compressed_input(const at::Tensor& input);
@@ -44,8 +44,8 @@ class CompressedLayer {
   at::Tensor weight() const;
   const std::vector<Pruning>& prunings() const { return prunings_; }
   const std::optional<WeightQuantization>& weight_quantization() const { return weight_quantization_; }
-  bool used() const { return used_; }            // an operator has come with the weight
-  bool bias_used() const { return bias_used_; }  // and one that adds the bias to what that gave
+  bool used() const { return used_; }            // an operator has got the weight
+  bool bias_used() const { return bias_used_; }  // an operator has added the bias to the layer's product
   bool has_begun(const Rule& rule) const { return progress_->has_begun(rule); }
 
   // Whether masks are to be decided from the weight now, since their method has begun.
@@ -79,7 +79,7 @@ class CompressedLayer {
 // where it has a parameter "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four.
 std::optional<LayerKind> kind_of(const torch::nn::Module& module);
 bool applies_to(Method method, LayerKind kind);
-// Undefined where the layer has none.
+// Return the bias and the weight of a layer; undefined where it has none.
 at::Tensor bias_of(torch::nn::Module& module);
 at::Tensor weight_of(torch::nn::Module& module);
 

@@ -19,7 +19,7 @@ struct Progress {
   uint64_t seed = 0;
 };
 
-// The rule of weight_quantization of a layer.
+// The rule of weight_quantization of a layer, by which its weight is quantised.
 class WeightQuantization {
  public:
   // `name`: the layer's, which its random numbers follow. `by_row`: each row of the weight has a scale of its own,
@@ -27,8 +27,8 @@ class WeightQuantization {
   WeightQuantization(const Rule& rule, std::string name, bool by_row);
 
   const Rule& rule() const { return rule_; }
-  // Returns the weight's values in the step that runs, which the rule has begun with; gradients go to the weight as
-  // they are.
+  // Returns the weight's values at the bits of the step that runs, once the rule has begun; gradients go to the weight
+  // as they are.
   at::Tensor apply(const at::Tensor& weight, const Progress& progress) const;
   // Returns the values that a trained weight is left with, at target bits. No graph.
   at::Tensor final_values(const at::Tensor& weight) const;
@@ -41,8 +41,8 @@ class WeightQuantization {
   bool by_row_;
 };
 
-// The rule of activation_quantization of a layer: in the range of each input's rows, or in a static range that follows
-// the inputs of training steps.
+// The rule of activation_quantization of a layer, by which its inputs are quantised: each row in its own range, or all
+// in a static range that follows the inputs of training steps.
 class InputQuantization {
  public:
   // Registers a static range in `keeper`, on `device`, as the buffer "activation_range".
@@ -53,9 +53,9 @@ class InputQuantization {
   // before the first training step, leaves them as they are.
   at::Tensor apply(const at::Tensor& input) const;
 
-  // Serve static ranges alone. observe() looks at an input of a training step. take_observed() returns {-minimum,
-  // maximum} of what this rank has seen since its last call, float32, -inf where nothing. follow() moves the range to
-  // what all ranks saw.
+  // The three serve static ranges alone. observe() looks at an input of a training step. take_observed() returns
+  // {-minimum, maximum} of what this rank has seen since its last call, float32, -inf where nothing. follow() moves the
+  // range by what all ranks saw.
   void observe(const at::Tensor& input);
   at::Tensor take_observed();
   void follow(const at::Tensor& observed);

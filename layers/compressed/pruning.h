@@ -11,6 +11,7 @@
 
 namespace ds::model_compression {
 
+// The weight and the bias of a layer.
 struct Operands {
   at::Tensor weight;
   at::Tensor bias;  // undefined: none
@@ -21,8 +22,8 @@ struct Operands {
 // scores of blocks.
 class Pruning {
  public:
-  // Registers what the method keeps for `weight` of layer `layer` in `keeper`, under DeepSpeed's names. `seed`: of the
-  // scores' first values.
+  // Registers what the method keeps for `weight` of the layer named `layer` in `keeper`, under DeepSpeed's names.
+  // `seed` gives the first values of scores.
   Pruning(const Rule& rule, const std::string& layer, const at::Tensor& weight, torch::nn::Module& keeper,
           uint64_t seed);
 
@@ -44,14 +45,14 @@ class Pruning {
   // Returns whole operands under that mask.
   Operands final_values(const Operands& operands, const at::Tensor& scores) const;
 
-  // Serve "l1": whether the mask is still to be decided, once the method has begun, and its decision by the whole
-  // weight. Both do nothing for other methods.
+  // Both serve "l1" once it has begun, and do nothing for other methods: awaits_mask() says whether the mask is still
+  // to be decided, and decide_mask() decides it by the whole weight.
   bool awaits_mask();
   void decide_mask(const at::Tensor& weight);
 
-  // Serve "snip_momentum". What an optimizer step adds to the scores of blocks is kept by see_gradient(), from the
-  // whole weight and its gradient, and added by keep_seen() once the step was made. prune_blocks() makes the mask that
-  // of the blocks that stay.
+  // The four serve "snip_momentum". What an optimizer step adds to the scores of blocks is kept by see_gradient(), from
+  // the whole weight and its gradient, and added by keep_seen() once the step was made. prune_blocks() makes the mask
+  // that of the blocks that stay.
   void see_gradient(const at::Tensor& weight, const at::Tensor& gradient);
   void keep_seen();
   void drop_seen() { seen_.reset(); }
@@ -62,7 +63,7 @@ class Pruning {
 
   Rule rule_;
   at::Tensor scores_;
-  at::Tensor mask_;  // but for "topk": a buffer of the layer, bool; all true until the method begins
+  at::Tensor mask_;  // for other methods than "topk": a buffer of the layer, bool; all true until the method begins
   at::Tensor block_scores_;
   at::Tensor seen_;  // what the step at hand adds to block_scores_; undefined: nothing
   bool decided_ = false;
