@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "compression/frozen_variance.h"
 #include "optim/adam.h"
 

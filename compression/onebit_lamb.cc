@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "core/check.h"
 #include "optim/slice_update.h"
 

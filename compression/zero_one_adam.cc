@@ -9,6 +9,7 @@
 #include <cmath>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "compression/frozen_variance.h"
 #include "core/check.h"
 #include "optim/slice_update.h"

@@ -114,7 +114,7 @@ void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double g
   const at::NoGradGuard no_grad;
   const at::Tensor wide = gradient.to(own.master.scalar_type());
   if (gradient_scale != 1.0) wide.mul_(gradient_scale);
-  // Of a step that was skipped, or failed.
+  // Drops the state that a first step has made which was skipped, or failed.
   if (step_count_ == 1 && !kind->from_start) client_->state().erase(own.master.unsafeGetTensorImpl());
   Copy& copy = copies_[static_cast<size_t>(index)];
   const bool asked = std::exchange(copy.is_asked, false);

@@ -21,7 +21,8 @@ namespace ds::optimizers {
 
 class ClientOptimizer final : public SliceOptimizer {
  public:
-  // What it has had for a parameter until now: tensors by name, of the elements that this rank has of it, flat.
+  // Returns the states that it has had for a parameter until now: tensors by name, of the elements that this rank has
+  // of it, flat.
   using Previous = std::function<NamedStates(int parameter)>;
 
   // `states`: of its groups. Slices of group `states.size()` are not its own, and stay as they are.
@@ -46,8 +47,9 @@ class ClientOptimizer final : public SliceOptimizer {
   void take_over(int64_t index) const;
   // Tensors that a step has made are kept here, in memory that was foreseen for them.
   void adopt(int64_t index);
-  // Of a class of the program's (ClientState::is_written), the state has tensors of its own, and those here are copies:
-  // as it is now, where somebody has asked for them since the last step; and back, where somebody has changed them.
+  // Both serve states of a class of the program's (ClientState::is_written), which have tensors of their own, of which
+  // those here are copies. read_written() copies the state as it is now, where somebody has asked for it since the last
+  // step; write_changed() copies back, where somebody has changed it.
   void read_written(int64_t index);
   void write_changed(int64_t index, int64_t steps);
   uint64_t versions_of(int64_t index) const;

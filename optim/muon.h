@@ -55,7 +55,7 @@ class Muon final : public CopyingOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
-  // The same update by kernels of the device.
+  // Makes the update of update_matrices() by kernels of the device.
   void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
                                 const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.

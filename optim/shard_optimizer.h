@@ -75,7 +75,7 @@ struct OptimizerTraits {
   DeviceKernels device_kernels = DeviceKernels::kNone;
 };
 
-// What a step does with one slice: gradient and copy as for update_into(); an undefined copy is not wanted.
+// The update of one slice in a step: gradient and copy as for update_into(); an undefined copy is not wanted.
 struct SliceUpdate {
   int64_t index = 0;
   at::Tensor gradient;
@@ -119,14 +119,14 @@ class SliceOptimizer : public ShardOptimizer {
   // The weights that the model has of a slice after an update: the master, but for optimizers whose ranks step by
   // themselves.
   virtual at::Tensor weights(int64_t index);
-  // What a checkpoint has to keep beside states(), under other names; they share memory with the optimizer.
+  // Both return what a checkpoint has to keep beside states(), under other names; they share memory with the optimizer.
   // rank_states() belong to this rank alone and may have any length. shared_states() are equal on all ranks, and their
   // shape does not depend on the number of ranks; one named "STATE/PARAMETER" belongs to one parameter and is stored
   // with its other states, other names have no '/'.
   virtual NamedStates rank_states() { return {}; }
   virtual NamedStates shared_states() { return {}; }
-  // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
-  // run, and begin anew.
+  // To be called when states and the step count were changed from outside. Without `rank_states` the states of this
+  // rank are of another run, and begin anew.
   virtual void states_changed(bool /*rank_states*/) {}
   int64_t state_bytes() final;
 

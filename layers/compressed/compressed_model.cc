@@ -16,6 +16,8 @@
 #include "core/log.h"
 #include "core/name_pattern.h"
 #include "core/tensor_table.h"
+#include "layers/compressed/layer_quantization.h"
+#include "layers/compressed/pruning.h"
 #include "layers/compressed/snip_momentum.h"
 
 namespace ds::model_compression {

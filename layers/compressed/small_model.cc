@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "layers/compressed/pruning.h"
 
 namespace ds::model_compression {
 namespace {
@@ -30,7 +31,7 @@ class State {
     require(found != place_.end(), "redundancy_clean: expected the model to have ", name, ", found no such tensor");
     return values_[found->second].second;
   }
-  // Of one tensor, that with this name too.
+  // Returns all names of one tensor, this name among them.
   std::vector<std::string> names_of_same(const std::string& name) const {
     const at::Tensor& value = get(name);
     std::vector<std::string> result;
@@ -44,7 +45,7 @@ class State {
   void put(const std::string& name, const at::Tensor& value) {
     for (const std::string& same : names_of_same(name)) values_[place_.at(same)].second = value;
   }
-  // Of a dimension what `stays`, bool for each of its entries.
+  // Keeps the entries of a dimension that `stays` (bool, one for each) names.
   void cut(const std::string& name, int64_t dim, const at::Tensor& stays) {
     const at::Tensor value = get(name);
     require(value.dim() > dim && value.size(dim) == stays.numel(), "redundancy_clean: expected ", name, " to have ",
@@ -68,7 +69,7 @@ at::Tensor scores_of(const State& state, const CompressedLayer& layer, const Pru
                                     : at::Tensor();
 }
 
-// What the layer was trained with is what the small model has.
+// Requires that the layer was trained with what the small model gets.
 void require_known(const State& state, const CompressedLayer& layer, bool any_used) {
   if (!layer.weight_quantization() && layer.prunings().empty()) return;
   require(
@@ -117,7 +118,7 @@ void put_finished(State& state, const Finished& finished) {
   for (const auto& [name, value] : finished) state.put(name, value);
 }
 
-// What stays, where each entry of the mask stands for `block` entries, `times` times over.
+// Returns the entries that stay, where each entry of the mask stands for `block` entries, `times` times over.
 at::Tensor kept_of(const at::Tensor& mask, int64_t block, int64_t times) {
   return mask.repeat_interleave(block).repeat({times});
 }
@@ -186,7 +187,7 @@ std::shared_ptr<torch::nn::Module> find_module(torch::nn::Module& model, const s
   return *found;
 }
 
-// What is copied: from the teacher's to the student's.
+// The tensors to copy: from the teacher's to the student's.
 using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 void add_copies(Copies& copies, torch::nn::Module& student, torch::nn::Module& teacher, const std::string& name) {
