@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "compression/frozen_variance.h"
 #include "optim/adam.h"
 
@@ -14,7 +15,9 @@ OneBitAdam::OneBitAdam(std::vector<optimizers::GroupOptions> groups, OneBitAdamR
   require_freeze_step(rule.freeze_step, rule.deepspeed_semantics);
 }
 
-void OneBitAdam::allocate_slice_states(int64_t index) { states_.push_back({new_state(index), new_state(index)}); }
+void OneBitAdam::allocate_slice_states(int64_t /*index*/, const optimizers::NewState& new_state) {
+  states_.push_back({new_state(), new_state()});
+}
 
 void OneBitAdam::advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const bool local = is_local(step_count_);
@@ -22,7 +25,7 @@ void OneBitAdam::advance(int64_t index, const at::Tensor& gradient, double gradi
     advance_frozen(index, gradient, gradient_scale);
     if (copy.defined()) at::Tensor(copy).copy_(slice(index).master);
   } else {
-    advance_dense(index, local ? reduced(index, gradient) : gradient, gradient_scale, copy);
+    advance_dense(index, local ? exchange(index).reduce_gradient(gradient) : gradient, gradient_scale, copy);
   }
 }
 
@@ -44,8 +47,8 @@ void OneBitAdam::advance_frozen(int64_t index, const at::Tensor& gradient, doubl
   const optimizers::Slice& own = slice(index);
   const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
-  if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
-  exchange_average(index, state.exp_avg, gradient, gradient_scale, group.beta1);
+  if (!rule_.deepspeed_semantics) exchange(index).hold_without_variance(state.exp_avg_sq);
+  exchange(index).exchange_average(state.exp_avg, gradient, gradient_scale, group.beta1);
   FrozenStep step;
   if (corrects_bias()) {
     step.average_correction = 1 - std::pow(group.beta1, step_count_);

@@ -34,13 +34,13 @@ class OneBitAdam final : public CompressedOptimizer {
  public:
   OneBitAdam(std::vector<optimizers::GroupOptions> groups, OneBitAdamRule rule, comm::Communicator& communicator);
   optimizers::NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return 8; }
+  optimizers::OptimizerTraits traits() const override { return {.state_bytes_per_element = 8, .uses_betas = true}; }
   std::string name() const override { return "OneBitAdam"; }
 
  protected:
   bool is_local(int64_t step) const override { return step > rule_.freeze_step; }
   void advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
-  void allocate_slice_states(int64_t index) override;
+  void allocate_slice_states(int64_t index, const optimizers::NewState& new_state) override;
 
  private:
   struct State {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "core/check.h"
 #include "optim/chunked_update.h"
 
@@ -32,12 +33,12 @@ OneBitLamb::OneBitLamb(std::vector<optimizers::GroupOptions> groups, OneBitLambR
                        "), found ", rule.factor_min);
 }
 
-void OneBitLamb::allocate_slice_states(int64_t index) {
+void OneBitLamb::allocate_slice_states(int64_t index, const optimizers::NewState& new_state) {
   const optimizers::Slice& own = slice(index);
-  const at::Tensor exp_avg = new_state(index);
-  const at::Tensor exp_avg_sq = new_state(index);
+  const at::Tensor exp_avg = new_state();
+  const at::Tensor exp_avg_sq = new_state();
   State state{.lamb = optimizers::make_lamb_state(own, exp_avg, exp_avg_sq, "OneBitLamb"),
-              .fresh_variance = new_state(index),
+              .fresh_variance = new_state(),
               .parameters = {}};
   const at::Tensor parameters = at::empty({static_cast<int64_t>(state.lamb.parameters.size())}, at::kLong);
   std::copy(state.lamb.parameters.begin(), state.lamb.parameters.end(), parameters.mutable_data_ptr<int64_t>());
@@ -77,9 +78,9 @@ void OneBitLamb::advance_frozen(int64_t index, const at::Tensor& gradient, doubl
   const optimizers::Slice& own = slice(index);
   const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
-  if (!rule_.deepspeed_semantics) hold_without_variance(index, state.lamb.exp_avg_sq);
+  if (!rule_.deepspeed_semantics) exchange(index).hold_without_variance(state.lamb.exp_avg_sq);
   const at::Tensor previous = state.lamb.exp_avg.clone();
-  exchange_average(index, state.lamb.exp_avg, gradient, gradient_scale, group.beta1);
+  exchange(index).exchange_average(state.lamb.exp_avg, gradient, gradient_scale, group.beta1);
   at::Tensor coefficients = coefficient_.index_select(0, state.parameters);
   if (!rule_.deepspeed_semantics) coefficients.masked_fill_(coefficients.eq(0), 1);
   coefficients.mul_(limited(state, factors(index, previous)));
@@ -116,7 +117,7 @@ at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
         });
   }
   if (own.exchange->size() > 1) {
-    communicator().all_reduce(largest, comm::ReduceOp::kMax, label("LAMB factors", index)).wait();
+    exchange(index).take_largest(largest, "LAMB factors");
     if (group.weight_decay != 0.0) own.exchange->sum(squares);
   }
   if (group.weight_decay == 0.0) return largest;

@@ -44,13 +44,13 @@ class OneBitLamb final : public CompressedOptimizer {
   optimizers::NamedStates states(int64_t index) override;
   // "lamb_coefficient/PARAMETER" and "lamb_factor/PARAMETER": float64 [1], its c and last f.
   optimizers::NamedStates shared_states() override;
-  int64_t state_bytes_per_element() const override { return 12; }
+  optimizers::OptimizerTraits traits() const override { return {.state_bytes_per_element = 12, .uses_betas = true}; }
   std::string name() const override { return "OneBitLamb"; }
 
  protected:
   bool is_local(int64_t step) const override { return step > rule_.freeze_step; }
   void advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
-  void allocate_slice_states(int64_t index) override;
+  void allocate_slice_states(int64_t index, const optimizers::NewState& new_state) override;
 
  private:
   struct State {

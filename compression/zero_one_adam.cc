@@ -9,6 +9,7 @@
 #include <cmath>
 #include <utility>
 
+#include "compression/bucket_exchange.h"
 #include "compression/frozen_variance.h"
 #include "core/check.h"
 #include "optim/chunked_update.h"
@@ -61,13 +62,13 @@ ZeroOneAdam::ZeroOneAdam(std::vector<optimizers::GroupOptions> groups, ZeroOneRu
                          comm::Communicator& communicator)
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule), schedule_(rule) {}
 
-void ZeroOneAdam::allocate_slice_states(int64_t index) {
+void ZeroOneAdam::allocate_slice_states(int64_t index, const optimizers::NewState& new_state) {
   require(slice(index).exchange->size() == 1, "ZeroOneAdam: expected slices of whole buckets, found one of ",
           slice(index).exchange->size(), " parts; use zero_optimization.stage 0");
   State state;
-  state.exp_avg = new_state(index);
-  state.exp_avg_sq = new_state(index);
-  state.stepped = new_state(index);
+  state.exp_avg = new_state();
+  state.exp_avg_sq = new_state();
+  state.stepped = new_state();
   states_.push_back(std::move(state));
   rates_ = at::zeros({slice_count()}, at::kDouble);
 }
@@ -94,10 +95,10 @@ void ZeroOneAdam::advance_together(int64_t index, const at::Tensor& gradient, do
   if (gradient_scale != 1.0) mean.mul_(gradient_scale);
   if (step.updates_variance) {
     at::Tensor(state.exp_avg_sq).mul_(group.beta2).add_((mean * mean).mul_(1 - group.beta2));
-    variance_changed(index);
+    exchange(index).variance_changed();
   } else {
-    if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
-    exchange_values(index, mean, "gradients");
+    if (!rule_.deepspeed_semantics) exchange(index).hold_without_variance(state.exp_avg_sq);
+    exchange(index).exchange_values(mean, "gradients");
   }
   at::Tensor(state.exp_avg).mul_(group.beta1).add_(mean.mul_(1 - group.beta1));
   FrozenStep corrections;
@@ -113,11 +114,11 @@ void ZeroOneAdam::advance_alone(int64_t index, const at::Tensor& gradient, doubl
   const optimizers::Slice& own = slice(index);
   const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
-  if (step.first_frozen) forget_errors(index);
-  if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
+  if (step.first_frozen) exchange(index).forget_errors();
+  if (!rule_.deepspeed_semantics) exchange(index).hold_without_variance(state.exp_avg_sq);
   const double rate = group.lr / (corrects_bias() ? 1 - std::pow(group.beta1, step_count_) : 1.0);
   const double correction = corrects_bias() ? 1 - std::pow(group.beta2, step.variance_updates) : 1.0;
-  const at::Tensor held = moving(index);
+  const at::Tensor held = exchange(index).moving();
   optimizers::for_each_chunk(state.exp_avg, gradient, KernelMemory::kTemporaries,
                              [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
                                if (gradient_scale != 1.0) g.mul_(gradient_scale);
@@ -143,7 +144,7 @@ void ZeroOneAdam::meet(int64_t index, double variance_correction) {
   for_each([&](int64_t /*begin*/, const at::Tensor& stepped, const at::Tensor& variance) {
     stepped.mul_(denominator(variance, variance_correction, eps));
   });
-  exchange_values(index, state.stepped, "local steps");
+  exchange(index).exchange_values(state.stepped, "local steps");
   for_each([&](int64_t begin, const at::Tensor& stepped, const at::Tensor& variance) {
     const int64_t numel = stepped.numel();
     own.master.narrow(0, begin, numel).add_(stepped / denominator(variance, variance_correction, eps));

@@ -85,13 +85,13 @@ class ZeroOneAdam final : public CompressedOptimizer {
   optimizers::NamedStates shared_states() override;  // rates: float64 [slices]
   void states_changed(bool rank_states) override;
   at::Tensor weights(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return 12; }
+  optimizers::OptimizerTraits traits() const override { return {.state_bytes_per_element = 12, .uses_betas = true}; }
   std::string name() const override { return "ZeroOneAdam"; }
 
  protected:
   bool is_local(int64_t step) const override { return !schedule_.at(step).updates_variance; }
   void advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
-  void allocate_slice_states(int64_t index) override;
+  void allocate_slice_states(int64_t index, const optimizers::NewState& new_state) override;
 
  private:
   struct State {

@@ -54,7 +54,7 @@ class StatesForFiles final : public optimizers::SliceOptimizer {
   }
   optimizers::NamedStates states(int64_t index) override { return states_[static_cast<size_t>(index)]; }
   at::Tensor weights(int64_t index) override { return masters_[static_cast<size_t>(index)]; }
-  int64_t state_bytes_per_element() const override { return 0; }  // none stay
+  optimizers::OptimizerTraits traits() const override { return {}; }  // no states stay
   std::string name() const override { return name_; }
 
   // The contents that a checkpoint has brought.
@@ -71,7 +71,7 @@ class StatesForFiles final : public optimizers::SliceOptimizer {
   }
 
  protected:
-  void allocate_states(int64_t /*index*/) override {}
+  void allocate_states(int64_t /*index*/, const optimizers::NewState& /*new_state*/) override {}
 
  private:
   static at::Tensor part_of(const at::Tensor& flat, const LeafStates& one) {

@@ -20,8 +20,8 @@ Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule)
                        rule.initial_accumulator_value);
 }
 
-void Adagrad::allocate_states(int64_t index) {
-  sum_.push_back(new_state(index));
+void Adagrad::allocate_states(int64_t /*index*/, const NewState& new_state) {
+  sum_.push_back(new_state());
   if (rule_.initial_accumulator_value != 0.0) sum_.back().fill_(rule_.initial_accumulator_value);
 }
 

@@ -21,13 +21,14 @@ class Adagrad final : public CopyingOptimizer {
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return 4; }
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = 4, .device_kernels = DeviceKernels::kAllTypes};
+  }
   std::string name() const override { return "Adagrad"; }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   // The coefficients of the step that runs.

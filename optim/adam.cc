@@ -71,7 +71,7 @@ void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, co
 
 }  // namespace
 
-AdamStates allocate_adam_states(const std::function<at::Tensor()>& new_state, const AdamRule& rule) {
+AdamStates allocate_adam_states(const NewState& new_state, const AdamRule& rule) {
   AdamStates states{.exp_avg = new_state(), .exp_avg_sq = new_state(), .max_exp_avg_sq = {}};
   if (rule.amsgrad) states.max_exp_avg_sq = new_state();
   return states;
@@ -104,8 +104,8 @@ std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& 
 
 Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : CopyingOptimizer(std::move(groups)), rule_(rule) {}
 
-void Adam::allocate_states(int64_t index) {
-  states_.push_back(allocate_adam_states([&] { return new_state(index); }, rule_));
+void Adam::allocate_states(int64_t /*index*/, const NewState& new_state) {
+  states_.push_back(allocate_adam_states(new_state, rule_));
 }
 
 void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
@@ -126,7 +126,5 @@ void Adam::update_all(const std::vector<SliceUpdate>& slices, const StepScale& s
 }
 
 NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(static_cast<size_t>(index))); }
-
-int64_t Adam::state_bytes_per_element() const { return rule_.amsgrad ? 12 : 8; }
 
 }  // namespace ds::optimizers

@@ -2,7 +2,6 @@
 // in float64 by LibTorch's fused kernels.
 #pragma once
 
-#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,7 +24,7 @@ struct AdamStates {
   at::Tensor max_exp_avg_sq;  // amsgrad only
 };
 
-AdamStates allocate_adam_states(const std::function<at::Tensor()>& new_state, const AdamRule& rule);
+AdamStates allocate_adam_states(const NewState& new_state, const AdamRule& rule);
 NamedStates named_adam_states(const AdamStates& states);
 
 // One step of a slice.
@@ -49,14 +48,16 @@ class Adam final : public CopyingOptimizer {
   Adam(std::vector<GroupOptions> groups, AdamRule rule);
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override;
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = rule_.amsgrad ? 12 : 8,
+            .uses_betas = true,
+            .device_kernels = DeviceKernels::kAllTypes};
+  }
   std::string name() const override { return rule_.decoupled_weight_decay ? "AdamW" : "Adam"; }
-  bool uses_betas() const override { return true; }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   AdamRule rule_;

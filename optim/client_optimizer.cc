@@ -39,12 +39,12 @@ const ClientState* ClientOptimizer::kind_of(const Slice& slice) const {
   return group < kinds_.size() ? &kinds_[group] : nullptr;
 }
 
-void ClientOptimizer::allocate_states(int64_t index) {
+void ClientOptimizer::allocate_states(int64_t index, const NewState& new_state) {
   NamedStates& own = states_.emplace_back();
   copies_.emplace_back();
   const ClientState* const kind = kind_of(slice(index));
   if (!kind) return;
-  for (const std::string& name : kind->names) own.emplace_back(name, new_state(index));
+  for (const std::string& name : kind->names) own.emplace_back(name, new_state());
   take_over(index);
 }
 
@@ -114,7 +114,7 @@ void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double g
   const at::NoGradGuard no_grad;
   const at::Tensor wide = gradient.to(own.master.scalar_type());
   if (gradient_scale != 1.0) wide.mul_(gradient_scale);
-  // There may be a state of a first step that was skipped or failed.
+  // Drops the state that a first step has made which was skipped, or failed.
   if (step_count_ == 1 && !kind->from_start) client_->state().erase(own.master.unsafeGetTensorImpl());
   Copy& copy = copies_[static_cast<size_t>(index)];
   const bool asked = std::exchange(copy.is_asked, false);
@@ -191,11 +191,11 @@ void ClientOptimizer::adopt(int64_t index) {
   }
 }
 
-int64_t ClientOptimizer::state_bytes_per_element() const {
+OptimizerTraits ClientOptimizer::traits() const {
   constexpr size_t kFloat = 4;
   size_t most = 0;
   for (const ClientState& kind : kinds_) most = std::max(most, kind.names.size());
-  return static_cast<int64_t>(most * kFloat);
+  return {.state_bytes_per_element = static_cast<int64_t>(most * kFloat)};
 }
 
 }  // namespace ds::optimizers

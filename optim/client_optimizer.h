@@ -34,11 +34,11 @@ class ClientOptimizer final : public SliceOptimizer {
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   void states_changed(bool rank_states) override;
-  int64_t state_bytes_per_element() const override;
+  OptimizerTraits traits() const override;
   std::string name() const override { return client_name(*client_); }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   const ClientState* kind_of(const Slice& slice) const;
@@ -47,9 +47,9 @@ class ClientOptimizer final : public SliceOptimizer {
   void take_over(int64_t index) const;
   // Tensors that a step has made are kept here, in memory that was foreseen for them.
   void adopt(int64_t index);
-  // The state of a class of the program's (ClientState::is_written) has tensors of its own, and those here are copies.
-  // The first function reads the state into them, where somebody has asked for them since the last step. The second
-  // writes them back, where somebody has changed them.
+  // Both serve states of a class of the program's (ClientState::is_written), which have tensors of their own, of which
+  // those here are copies. read_written() copies the state as it is now, where somebody has asked for it since the last
+  // step; write_changed() copies back, where somebody has changed it.
   void read_written(int64_t index);
   void write_changed(int64_t index, int64_t steps);
   uint64_t versions_of(int64_t index) const;

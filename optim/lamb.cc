@@ -93,9 +93,9 @@ Lamb::Lamb(std::vector<GroupOptions> groups, LambRule rule) : SliceOptimizer(std
   require_lamb_rule(rule);
 }
 
-void Lamb::allocate_states(int64_t index) {
-  const at::Tensor exp_avg = new_state(index);
-  states_.push_back(make_lamb_state(slice(index), exp_avg, new_state(index), "Lamb"));
+void Lamb::allocate_states(int64_t index, const NewState& new_state) {
+  const at::Tensor exp_avg = new_state();
+  states_.push_back(make_lamb_state(slice(index), exp_avg, new_state(), "Lamb"));
 }
 
 void Lamb::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {

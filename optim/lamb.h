@@ -25,14 +25,14 @@ class Lamb final : public SliceOptimizer {
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   // On a device two passes over all slices, with sums in an order of their own; between them the slices' exchanges.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return is_wide() && kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return 8; }
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = 8, .uses_betas = true, .device_kernels = DeviceKernels::kFloat32};
+  }
   std::string name() const override { return "Lamb"; }
-  bool uses_betas() const override { return true; }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   LambRule rule_;

@@ -25,7 +25,7 @@ LionCoefficients coefficients_of(const GroupOptions& group) {
 
 }  // namespace
 
-void Lion::allocate_states(int64_t index) { exp_avg_.push_back(new_state(index)); }
+void Lion::allocate_states(int64_t /*index*/, const NewState& new_state) { exp_avg_.push_back(new_state()); }
 
 void Lion::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);

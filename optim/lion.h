@@ -17,14 +17,14 @@ class Lion final : public CopyingOptimizer {
   explicit Lion(std::vector<GroupOptions> groups) : CopyingOptimizer(std::move(groups)) {}
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return 4; }
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = 4, .uses_betas = true, .device_kernels = DeviceKernels::kAllTypes};
+  }
   std::string name() const override { return "Lion"; }
-  bool uses_betas() const override { return true; }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   std::vector<at::Tensor> exp_avg_;

@@ -91,7 +91,7 @@ std::vector<int64_t> Muon::in_blocks(int64_t parameter, const std::vector<int64_
   return {sizes[0] / rows, rows, sizes[1]};
 }
 
-void Muon::allocate_states(int64_t index) {
+void Muon::allocate_states(int64_t index, const NewState& new_state) {
   const Slice& own = slice(index);
   State state;
   const std::vector<BucketParameter> whole = bucket_parameters(own, "Muon");
@@ -104,10 +104,10 @@ void Muon::allocate_states(int64_t index) {
             "found ", info(whole[0]).name, " and ", info(parameter).name, " in group ", own.group);
   }
   if (by_muon) {
-    state.momentum = new_state(index);
+    state.momentum = new_state();
     state.matrices = whole;
   } else {
-    state.adam = allocate_adam_states([&] { return new_state(index); }, aux_);
+    state.adam = allocate_adam_states(new_state, aux_);
   }
   states_.push_back(std::move(state));
 }

@@ -35,15 +35,16 @@ class Muon final : public CopyingOptimizer {
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   // On a device: matrices of one shape of a bucket are made orthogonal together.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return is_wide() && kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  // Slices of matrices have 4 bytes, those that Adam updates 8, which is the value given here.
-  int64_t state_bytes_per_element() const override { return 8; }
+  // Slices of matrices have 4 bytes of state per element, those that Adam updates 8, which is the value given here.
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = 8, .device_kernels = DeviceKernels::kFloat32};
+  }
   std::string name() const override { return "Muon"; }
 
  protected:
   // Throws UsageError for a bucket with parameters of both kinds, or with a part of a matrix.
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   struct State {
@@ -54,7 +55,7 @@ class Muon final : public CopyingOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
-  // Updates the matrices of a slice as the function above does, by kernels of the GPU.
+  // Makes the update of update_matrices() by kernels of the device.
   void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
                                 const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.

@@ -21,7 +21,9 @@ Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : SliceOptimizer(std::m
   }
 }
 
-void Sgd::allocate_states(int64_t index) { momentum_.push_back(has_momentum_ ? new_state(index) : at::Tensor()); }
+void Sgd::allocate_states(int64_t /*index*/, const NewState& new_state) {
+  momentum_.push_back(has_momentum_ ? new_state() : at::Tensor());
+}
 
 const GroupOptions& Sgd::checked_group(const Slice& slice) const {
   const GroupOptions& group = step_group(slice);

@@ -20,13 +20,14 @@ class Sgd final : public SliceOptimizer {
   Sgd(std::vector<GroupOptions> groups, SgdRule rule);
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
-  int64_t state_bytes_per_element() const override { return has_momentum_ ? 4 : 0; }
+  OptimizerTraits traits() const override {
+    return {.state_bytes_per_element = has_momentum_ ? 4 : 0, .device_kernels = DeviceKernels::kAllTypes};
+  }
   std::string name() const override { return "SGD"; }
 
  protected:
-  void allocate_states(int64_t index) override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   const GroupOptions& checked_group(const Slice& slice) const;

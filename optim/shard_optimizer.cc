@@ -51,7 +51,12 @@ const GroupOptions& SliceOptimizer::step_group(const Slice& slice) const {
 
 at::Tensor SliceOptimizer::weights(int64_t index) { return slice(index).master; }
 
-int64_t SliceOptimizer::add_slice(Slice slice) {
+void SliceOptimizer::begin_step() {
+  ++step_count_;
+  step_groups_ = groups_;
+}
+
+int64_t SliceOptimizer::add_slice(Slice slice, const StateMemory& state_memory) {
   const at::Tensor& master = slice.master;
   require(master.defined() && master.dim() == 1 && master.is_contiguous() && at::isFloatingType(master.scalar_type()),
           "add_slice: expected a flat contiguous tensor of floating point, found ", describe(master));
@@ -67,7 +72,13 @@ int64_t SliceOptimizer::add_slice(Slice slice) {
   }
   slices_.push_back(std::move(slice));
   const int64_t index = slice_count() - 1;
-  allocate_states(index);
+  allocate_states(index, [&] {
+    const at::Tensor& own = slices_.back().master;
+    const at::ScalarType type = state_dtype_.value_or(state_type(own.scalar_type()));
+    at::Tensor given = state_memory ? state_memory(index, own.numel(), type) : at::Tensor();
+    if (given.defined()) return given;
+    return at::zeros({own.numel()}, own.options().dtype(type).requires_grad(false));
+  });
   return index;
 }
 
@@ -81,14 +92,6 @@ Slice& SliceOptimizer::slice_for_update(int64_t index, const at::Tensor& gradien
               at::isFloatingType(gradient.scalar_type()),
           "update: expected a flat gradient like the master, ", describe(slice.master), ", found ", describe(gradient));
   return slice;
-}
-
-at::Tensor SliceOptimizer::new_state(int64_t index) const {
-  const at::Tensor& master = slice(index).master;
-  const at::ScalarType type = state_dtype_.value_or(state_type(master.scalar_type()));
-  at::Tensor given = state_memory_ ? state_memory_(index, master.numel(), type) : at::Tensor();
-  if (given.defined()) return given;
-  return at::zeros({master.numel()}, master.options().dtype(type).requires_grad(false));
 }
 
 void SliceOptimizer::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
@@ -109,15 +112,15 @@ void SliceOptimizer::update_all(const std::vector<SliceUpdate>& slices, const St
   }
 }
 
-bool SliceOptimizer::kernels_take_all() const {
-  return state_dtype_.value_or(at::kFloat) != at::kDouble &&
-         std::all_of(slices_.begin(), slices_.end(), [](const Slice& slice) { return kernels_take(slice.master); });
-}
-
-bool SliceOptimizer::is_wide() const {
-  return state_dtype_.value_or(at::kFloat) == at::kFloat &&
-         std::all_of(slices_.begin(), slices_.end(),
-                     [](const Slice& slice) { return slice.master.scalar_type() == at::kFloat; });
+bool SliceOptimizer::takes_device_scale() const {
+  const DeviceKernels kernels = traits().device_kernels;
+  if (kernels == DeviceKernels::kNone) return false;
+  const bool float32_only = kernels == DeviceKernels::kFloat32;
+  const at::ScalarType states = state_dtype_.value_or(at::kFloat);
+  if (states == at::kDouble || (float32_only && states != at::kFloat)) return false;
+  return std::all_of(slices_.begin(), slices_.end(), [&](const Slice& slice) {
+    return kernels_take(slice.master) && (!float32_only || slice.master.scalar_type() == at::kFloat);
+  });
 }
 
 int64_t SliceOptimizer::state_bytes() {

@@ -13,7 +13,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "core/slices/segment.h"
@@ -58,10 +57,25 @@ struct Slice {
   std::shared_ptr<PartExchange> parts = nullptr;           // null: the bucket's parameters are not split
 };
 
-// Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default.
+// Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default, which is
+// memory beside the master.
 using StateMemory = std::function<at::Tensor(int64_t index, int64_t numel, at::ScalarType dtype)>;
 
-// What a step does with one slice: gradient and copy as for update_into(); an undefined copy is not wanted.
+// Returns zeros of the length of the slice that is being added, in the dtype of states.
+using NewState = std::function<at::Tensor()>;
+
+// The slices that an optimizer updates by kernels of a device: none, those whose master and states are float32, or
+// those of every type that kernels know.
+enum class DeviceKernels : uint8_t { kNone, kFloat32, kAllTypes };
+
+// The properties of an optimizer that do not depend on its slices.
+struct OptimizerTraits {
+  int64_t state_bytes_per_element = 0;  // the bytes of state per element of a slice, in float32: Adam has 8
+  bool uses_betas = false;              // beta1 and beta2 of the groups have an effect (OneCycle drives them only then)
+  DeviceKernels device_kernels = DeviceKernels::kNone;
+};
+
+// The update of one slice in a step: gradient and copy as for update_into(); an undefined copy is not wanted.
 struct SliceUpdate {
   int64_t index = 0;
   at::Tensor gradient;
@@ -73,25 +87,21 @@ class SliceOptimizer : public ShardOptimizer {
  public:
   ~SliceOptimizer() override;
 
+  virtual OptimizerTraits traits() const = 0;
+
   void set_step_count(int64_t count) { step_count_ = count; }
 
-  // Where states live that are allocated from now on; by default beside their master.
-  void set_state_memory(StateMemory memory) { state_memory_ = std::move(memory); }
   // The dtype of states that are allocated from now on; by default float32, or float64 for a float64 master. Updates
   // are in float32 in any case, and round what they store.
   void set_state_dtype(at::ScalarType dtype) { state_dtype_ = dtype; }
-  // Takes a slice and allocates its states, zeroed; returns its index. Throws UsageError for a slice that is not flat,
-  // contiguous and floating point, or whose group, segments or exchange do not fit.
-  int64_t add_slice(Slice slice);
+  // Takes a slice and allocates its states, zeroed, in `state_memory`; returns its index. Throws UsageError for a slice
+  // that is not flat, contiguous and floating point, or whose group, segments or exchange do not fit.
+  int64_t add_slice(Slice slice, const StateMemory& state_memory = {});
   int64_t slice_count() const final;
   const Slice& slice(int64_t index) const;
 
   // Begins an optimizer step; called once, before the updates of all slices, which use the groups as they are now.
-  void begin_step() {
-    ++step_count_;
-    step_groups_ = groups_;
-    step_began();
-  }
+  virtual void begin_step();
   // Whether the step that comes next takes this rank's own gradient of the whole bucket, which nobody has reduced, in
   // place of the slice of the mean over ranks.
   virtual bool wants_local_gradients() const { return false; }
@@ -104,45 +114,33 @@ class SliceOptimizer : public ShardOptimizer {
   // Does update_into() for several slices, each once: one launch where kernels of a device take them.
   virtual void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale);
   // Whether all its slices are updated by kernels that read factor and skip of a StepScale on the device.
-  virtual bool takes_device_scale() const { return false; }
+  bool takes_device_scale() const;
 
   // The weights that the model has of a slice after an update: the master, but for optimizers whose ranks step by
   // themselves.
   virtual at::Tensor weights(int64_t index);
-  // What a checkpoint has to keep beside states(), under other names; they share memory with the optimizer.
+  // Both return what a checkpoint has to keep beside states(), under other names; they share memory with the optimizer.
   // rank_states() belong to this rank alone and may have any length. shared_states() are equal on all ranks, and their
   // shape does not depend on the number of ranks; one named "STATE/PARAMETER" belongs to one parameter and is stored
   // with its other states, other names have no '/'.
   virtual NamedStates rank_states() { return {}; }
   virtual NamedStates shared_states() { return {}; }
-  // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
-  // run, and begin anew.
+  // To be called when states and the step count were changed from outside. Without `rank_states` the states of this
+  // rank are of another run, and begin anew.
   virtual void states_changed(bool /*rank_states*/) {}
-  // Bytes of state per element of a slice, in float32: Adam has 8.
-  virtual int64_t state_bytes_per_element() const = 0;
   int64_t state_bytes() final;
-  // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).
-  virtual bool uses_betas() const { return false; }
 
  protected:
   explicit SliceOptimizer(std::vector<GroupOptions> groups);
-  // Called by begin_step().
-  virtual void step_began() {}
-  // Allocates the states of slices_[index].
-  virtual void allocate_states(int64_t index) = 0;
-  // Returns zeros of the slice's length in the states' dtype, from the state memory.
-  at::Tensor new_state(int64_t index) const;
+  // Makes the states of slices_[index] with `new_state`.
+  virtual void allocate_states(int64_t index, const NewState& new_state) = 0;
+  // The options of the slice's group as the running step uses them.
   const GroupOptions& step_group(const Slice& slice) const;
-  // Whether there are kernels of a device for all slices.
-  bool kernels_take_all() const;
-  // Whether all masters and states are float32.
-  bool is_wide() const;
   // Returns the slice, once update()'s arguments are checked. Throws UsageError.
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> step_groups_;  // the groups as the running step uses them
   std::vector<Slice> slices_;
-  StateMemory state_memory_;
   std::optional<at::ScalarType> state_dtype_;
 };
 

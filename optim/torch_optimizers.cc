@@ -43,9 +43,9 @@ std::vector<std::string> TorchOptimizer::state_names() const {
   return names;
 }
 
-void TorchOptimizer::allocate_states(int64_t index) {
+void TorchOptimizer::allocate_states(int64_t /*index*/, const NewState& new_state) {
   NamedStates& own = states_.emplace_back();
-  for (std::string& name : state_names()) own.emplace_back(std::move(name), new_state(index));
+  for (std::string& name : state_names()) own.emplace_back(std::move(name), new_state());
 }
 
 std::string TorchOptimizer::name() const {
@@ -63,13 +63,10 @@ std::string TorchOptimizer::name() const {
   }
 }
 
-int64_t TorchOptimizer::state_bytes_per_element() const {
+OptimizerTraits TorchOptimizer::traits() const {
   constexpr int64_t kFloat = 4;
-  return kFloat * static_cast<int64_t>(state_names().size());
-}
-
-bool TorchOptimizer::uses_betas() const {
-  return rule_.algorithm != TorchAlgorithm::kRmsprop && rule_.algorithm != TorchAlgorithm::kAdadelta;
+  return {.state_bytes_per_element = kFloat * static_cast<int64_t>(state_names().size()),
+          .uses_betas = rule_.algorithm != TorchAlgorithm::kRmsprop && rule_.algorithm != TorchAlgorithm::kAdadelta};
 }
 
 NamedStates TorchOptimizer::shared_states() {
@@ -92,7 +89,8 @@ double TorchOptimizer::momentum_of(const GroupOptions& group, int64_t step) cons
 
 // On every rank, also one without a slice that is trained: the product is that of the steps. A step that was taken back
 // comes again under its number.
-void TorchOptimizer::step_began() {
+void TorchOptimizer::begin_step() {
+  SliceOptimizer::begin_step();
   if (rule_.algorithm != TorchAlgorithm::kNadam) return;
   if (mu_step_ >= step_count_) {
     mu_product_.copy_(mu_before_);

@@ -25,18 +25,17 @@ class TorchOptimizer final : public SliceOptimizer {
  public:
   // Throws ConfigError for values that torch.optim refuses.
   TorchOptimizer(std::vector<GroupOptions> groups, TorchRule rule);
+  void begin_step() override;
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   NamedStates states(int64_t index) override { return states_.at(static_cast<size_t>(index)); }
   // NAdam: the product of its momenta so far, "mu_product", of each group.
   NamedStates shared_states() override;
   void states_changed(bool rank_states) override;
-  int64_t state_bytes_per_element() const override;
+  OptimizerTraits traits() const override;
   std::string name() const override;
-  bool uses_betas() const override;
 
  protected:
-  void allocate_states(int64_t index) override;
-  void step_began() override;
+  void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
   // One step of elements: master, gradient and states of [length]; the gradient may be overwritten.

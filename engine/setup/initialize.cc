@@ -62,7 +62,7 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
     } else {
       for (const double lr : optimizer.learning_rates()) groups.push_back({.lr = lr});
     }
-    const bool betas = !optimizer.client && optimizer.own->uses_betas();
+    const bool betas = !optimizer.client && optimizer.own->traits().uses_betas;
     rule = LrScheduler::of(optimizers::make_lr_schedule(*config.scheduler.options, groups, betas));
   }
   auto schedule = optimizer.client ? std::make_shared<LrScheduler>(optimizer.client, std::move(rule))

@@ -154,7 +154,7 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
     parts = make_part_exchange(*model.tensor, model.parameters);
   }
   optimizer.set_state_dtype(scalar_type(model.plan.state_dtype));
-  if (model.offloaded) optimizer.set_state_memory(model.offloaded->state_memory());
+  const optimizers::StateMemory memory = model.offloaded ? model.offloaded->state_memory() : optimizers::StateMemory();
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     const zero::BucketLayout& layout = model.buckets[b].layout();
     const int rank = partition ? shards.rank() : 0;
@@ -166,7 +166,8 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
                            .bucket_segments = layout.segments,
                            .parameters = &model.infos,
                            .exchange = model.is_part(b) ? sums : exchange,
-                           .parts = model.is_part(b) ? parts : nullptr});
+                           .parts = model.is_part(b) ? parts : nullptr},
+                          memory);
     };
     if (writes) {
       model.use_master(b, /*changes=*/true, [&](const at::Tensor&) { add(); });
@@ -174,7 +175,6 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
       add();
     }
   }
-  optimizer.set_state_memory({});  // it may live longer than what is offloaded
 }
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,

@@ -16,6 +16,8 @@
 #include "core/log.h"
 #include "core/name_pattern.h"
 #include "core/tensor_table.h"
+#include "layers/compressed/layer_quantization.h"
+#include "layers/compressed/pruning.h"
 #include "layers/compressed/snip_momentum.h"
 
 namespace ds::model_compression {
@@ -155,7 +157,9 @@ void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
   const bool ends_step = !std::exchange(restarted_, false) && step == progress_->step + 1;
   if (ends_step) {
     move_ranges(ranks);
-    for (const auto& layer : layers_) layer->keep_seen();
+    for (const auto& layer : layers_) {
+      if (Pruning* const pruning = layer->snip()) pruning->keep_seen();
+    }
     warn_of_unused();
   } else if (step != progress_->step) {
     forget_observed();
@@ -175,16 +179,17 @@ bool CompressedModel::follows_gradients() const {
 bool CompressedModel::needs_gradients() const {
   return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
     const Pruning* const pruning = layer->snip();
-    return pruning != nullptr && (masks_are_due_ || snip_counts(pruning->rule, progress_->step));
+    return pruning != nullptr && (masks_are_due_ || snip_counts(pruning->rule(), progress_->step));
   });
 }
 
 void CompressedModel::see_gradients(const std::function<WeightAndGradient(const at::Tensor& weight)>& values_of) {
   const at::NoGradGuard no_grad;
   for (const auto& layer : layers_) {
-    if (layer->snip() == nullptr) continue;
+    Pruning* const pruning = layer->snip();
+    if (pruning == nullptr) continue;
     const WeightAndGradient values = values_of(layer->weight());
-    layer->see_gradient(values.weight, values.gradient);
+    pruning->see_gradient(values.weight, values.gradient);
   }
 }
 
@@ -196,7 +201,7 @@ std::vector<at::Tensor> CompressedModel::float32_buffers() const {
   std::vector<at::Tensor> buffers;
   for (const auto& layer : layers_) {
     for (const Pruning& pruning : layer->prunings()) {
-      if (pruning.blocks.defined()) buffers.push_back(pruning.blocks);
+      if (pruning.block_scores().defined()) buffers.push_back(pruning.block_scores());
     }
   }
   return buffers;
@@ -210,7 +215,7 @@ void CompressedModel::prune_blocks(bool jumped) {
     if (Pruning* const pruning = layer->snip()) prunings.push_back(pruning);
   }
   if (prunings.empty()) return;
-  const Rule& rule = prunings.front()->rule;  // one for all
+  const Rule& rule = prunings.front()->rule();  // one for all
   const std::optional<double> ratio = snip_due_ratio(rule, progress_->step);
   const bool changes = snip_dense_ratio(rule, progress_->step).has_value();
   if (!ratio) masks_are_due_ = false;
@@ -218,8 +223,8 @@ void CompressedModel::prune_blocks(bool jumped) {
   std::vector<at::Tensor> scores;
   bool any = false;
   for (const Pruning* const pruning : prunings) {
-    scores.push_back(pruning->blocks);
-    any = any || pruning->blocks.any().item<bool>();
+    scores.push_back(pruning->block_scores());
+    any = any || pruning->block_scores().any().item<bool>();
   }
   const bool was_due = std::exchange(masks_are_due_, !any);
   if (!any && !was_due) {
@@ -229,35 +234,32 @@ void CompressedModel::prune_blocks(bool jumped) {
   }
   if (!any || (!changes && !was_due)) return;  // after a load masks are those that were saved
   const std::vector<at::Tensor> masks = best_blocks(scores, *ratio);
-  for (size_t i = 0; i < prunings.size(); ++i) {
-    const at::Tensor& mask = prunings[i]->mask;
-    mask.copy_(elements_of_blocks(masks[i], prunings[i]->rule.snip->block, mask.sizes()));
-  }
+  for (size_t i = 0; i < prunings.size(); ++i) prunings[i]->prune_blocks(masks[i]);
 }
 
 void CompressedModel::move_ranges(const RanksOfModel& ranks) {
-  std::vector<CompressedLayer*> observing;  // in the step that is over
+  std::vector<InputQuantization*> observing;  // in the step that is over
   for (const auto& layer : layers_) {
-    if (layer->observes()) observing.push_back(layer.get());
+    if (InputQuantization* const range = layer->inputs_in_static_range()) observing.push_back(range);
   }
   if (observing.empty()) return;
   std::vector<at::Tensor> seen;
-  for (CompressedLayer* const layer : observing) seen.push_back(layer->take_observed());
+  for (InputQuantization* const range : observing) seen.push_back(range->take_observed());
   at::Tensor all = at::stack(seen);
   if (ranks.largest) ranks.largest(all);
-  for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow_range(all[static_cast<int64_t>(i)]);
+  for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow(all[static_cast<int64_t>(i)]);
 }
 
 void CompressedModel::forget_observed() {
   for (const auto& layer : layers_) {
-    if (layer->observes()) layer->take_observed();
+    if (InputQuantization* const range = layer->inputs_in_static_range()) range->take_observed();
   }
 }
 
 bool CompressedModel::has_scores(const at::Tensor& parameter) const {
   return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
     return std::any_of(layer->prunings().begin(), layer->prunings().end(),
-                       [&](const Pruning& one) { return one.scores.defined() && one.scores.is_same(parameter); });
+                       [&](const Pruning& one) { return one.scores().defined() && one.scores().is_same(parameter); });
   });
 }
 

@@ -24,7 +24,7 @@ class Keys {
       : path_(std::move(path)), object_(object), add_(add) {
     if (!object.is_object()) add_(path_, cat("expected an object, found ", shown(object)), true);
   }
-  // What has no default is told to be missing.
+  // Keys without a default are reported as missing.
   int64_t integer(const char* key, std::optional<int64_t> by_default, int64_t least,
                   int64_t most = std::numeric_limits<int64_t>::max()) {
     const Json* const json = find(key, by_default.has_value());

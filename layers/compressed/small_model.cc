@@ -12,24 +12,12 @@
 #include <utility>
 
 #include "core/check.h"
+#include "layers/compressed/pruning.h"
 
 namespace ds::model_compression {
 namespace {
 
 std::string member(const std::string& layer, const char* name) { return layer.empty() ? name : cat(layer, ".", name); }
-
-const char* scores_name(Method method) {
-  switch (method) {
-    case Method::kSparsePruning:
-      return "sparse_mask_scores";
-    case Method::kRowPruning:
-      return "row_mask_scores";
-    case Method::kHeadPruning:
-      return "head_pruning_scores";
-    default:
-      return "channel_mask_scores";
-  }
-}
 
 // Whole tensors by name. A tied weight has several names and changes under all of them.
 class State {
@@ -43,7 +31,7 @@ class State {
     require(found != place_.end(), "redundancy_clean: expected the model to have ", name, ", found no such tensor");
     return values_[found->second].second;
   }
-  // Of one tensor, that with this name too.
+  // Returns all names of one tensor, this name among them.
   std::vector<std::string> names_of_same(const std::string& name) const {
     const at::Tensor& value = get(name);
     std::vector<std::string> result;
@@ -57,7 +45,7 @@ class State {
   void put(const std::string& name, const at::Tensor& value) {
     for (const std::string& same : names_of_same(name)) values_[place_.at(same)].second = value;
   }
-  // Of a dimension what `stays`, bool for each of its entries.
+  // Keeps the entries of a dimension that `stays` (bool, one for each) names.
   void cut(const std::string& name, int64_t dim, const at::Tensor& stays) {
     const at::Tensor value = get(name);
     require(value.dim() > dim && value.size(dim) == stays.numel(), "redundancy_clean: expected ", name, " to have ",
@@ -77,13 +65,13 @@ class State {
 };
 
 at::Tensor scores_of(const State& state, const CompressedLayer& layer, const Pruning& pruning) {
-  return pruning.scores.defined() ? state.get(cat(member(layer.name(), kKeeper), ".", scores_name(pruning.rule.method)))
-                                  : at::Tensor();
+  return pruning.scores().defined() ? state.get(cat(member(layer.name(), kKeeper), ".", pruning.scores_name()))
+                                    : at::Tensor();
 }
 
-// What the layer was trained with is what the small model has.
+// Requires that the layer was trained with what the small model gets.
 void require_known(const State& state, const CompressedLayer& layer, bool any_used) {
-  if (!layer.weight_rule() && layer.prunings().empty()) return;
+  if (!layer.weight_quantization() && layer.prunings().empty()) return;
   require(
       layer.used() || !any_used, "redundancy_clean: expected ", member(layer.name(), "weight"), " to have been used ",
       "compressed, found that no operator linear, embedding or conv2d ever got it, as others did; leave the layer out ",
@@ -101,12 +89,13 @@ using Finished = std::map<std::string, at::Tensor>;
 void finish_values(const State& state, const CompressedLayer& layer, Finished& finished) {
   std::vector<at::Tensor> scores;
   for (const Pruning& pruning : layer.prunings()) {
-    require(layer.has_begun(pruning.rule), "redundancy_clean: expected a step from which on ", pruning.rule.path,
-            " is in force, schedule_offset ", pruning.rule.schedule_offset, "; train further, or lower it");
+    const Rule& rule = pruning.rule();
+    require(layer.has_begun(rule), "redundancy_clean: expected a step from which on ", rule.path,
+            " is in force, schedule_offset ", rule.schedule_offset, "; train further, or lower it");
     scores.push_back(scores_of(state, layer, pruning));
   }
-  require(!layer.weight_rule() || layer.has_begun(*layer.weight_rule()), "redundancy_clean: expected a step from ",
-          "which on weight_quantization of ", layer.name(),
+  require(!layer.weight_quantization() || layer.has_begun(layer.weight_quantization()->rule()),
+          "redundancy_clean: expected a step from ", "which on weight_quantization of ", layer.name(),
           " is in force; train further, or lower its schedule_offset");
   const std::string weight = member(layer.name(), "weight");
   const std::string bias = member(layer.name(), "bias");
@@ -129,7 +118,7 @@ void put_finished(State& state, const Finished& finished) {
   for (const auto& [name, value] : finished) state.put(name, value);
 }
 
-// What stays, where each entry of the mask stands for `block` entries, `times` times over.
+// Returns the entries that stay, where each entry of the mask stands for `block` entries, `times` times over.
 at::Tensor kept_of(const at::Tensor& mask, int64_t block, int64_t times) {
   return mask.repeat_interleave(block).repeat({times});
 }
@@ -198,7 +187,7 @@ std::shared_ptr<torch::nn::Module> find_module(torch::nn::Module& model, const s
   return *found;
 }
 
-// What is copied: from the teacher's to the student's.
+// The tensors to copy: from the teacher's to the student's.
 using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 void add_copies(Copies& copies, torch::nn::Module& student, torch::nn::Module& teacher, const std::string& name) {
@@ -223,9 +212,8 @@ NamedTensors small_state(const CompressedModel& model, NamedTensors values) {
   std::vector<std::pair<const Cut*, at::Tensor>> masks;  // of the whole scores, before anything is cut
   for (const Cut& cut : model.cuts()) {
     for (const Pruning& pruning : cut.layer->prunings()) {
-      if (pruning.rule.method != cut.method) continue;
-      masks.emplace_back(&cut,
-                         CompressedLayer::final_mask(pruning, scores_of(state, *cut.layer, pruning)).to(at::kCPU));
+      if (pruning.rule().method != cut.method) continue;
+      masks.emplace_back(&cut, pruning.final_mask(scores_of(state, *cut.layer, pruning)).to(at::kCPU));
     }
   }
   const bool any_used =

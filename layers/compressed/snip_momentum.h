@@ -19,7 +19,7 @@ namespace ds::model_compression {
 // The share of all blocks that stays from the step on, counted from 0: dense_ratio^(k / changes) at change k. Empty:
 // the step changes no mask.
 std::optional<double> snip_dense_ratio(const Rule& rule, int64_t step);
-// That of the last change up to the step, whether it is at the step or before. Empty: there was none.
+// The share that the last change up to the step leaves, whether it is at the step or before. Empty: there was none.
 std::optional<double> snip_due_ratio(const Rule& rule, int64_t step);
 // Whether the gradient of the step counts: masks are still to change, and float32 can tell what is left of it then.
 bool snip_counts(const Rule& rule, int64_t step);
@@ -33,8 +33,8 @@ at::Tensor elements_of_blocks(const at::Tensor& blocks, const BlockSize& block, 
 
 // Score after a step, in place.
 void follow_score(const at::Tensor& score, const at::Tensor& mean);
-// Of the scores of each layer: which blocks are the best ceil(ratio x all) of all layers together. Of each layer the
-// best 2 % stay, so that none is empty. Of equal ones the first stay.
+// Returns, from the scores of each layer, which blocks are the best ceil(ratio x all) of all layers together. Of each
+// layer the best 2 % stay, so that none is empty. Of equal ones the first stay.
 std::vector<at::Tensor> best_blocks(const std::vector<at::Tensor>& scores, double ratio);
 
 }  // namespace ds::model_compression

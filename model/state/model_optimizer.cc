@@ -35,7 +35,7 @@ std::vector<double> ModelOptimizer::learning_rates() const {
 std::vector<std::vector<double>> ModelOptimizer::momenta() const {
   std::vector<std::vector<double>> result;
   if (!own || client) return result;
-  const bool has_betas = own->uses_betas();
+  const bool has_betas = own->traits().uses_betas;
   for (const optimizers::GroupOptions& group : own->groups()) {
     result.push_back(has_betas ? std::vector<double>{group.beta1, group.beta2}
                                : std::vector<double>{group.momentum, 0.0});

@@ -20,11 +20,11 @@ class NoOptimizer : public optimizers::SliceOptimizer {
   explicit NoOptimizer(std::vector<optimizers::GroupOptions> groups) : SliceOptimizer(std::move(groups)) {}
   void update(int64_t /*index*/, const at::Tensor& /*gradient*/, double /*gradient_scale*/) override {}
   optimizers::NamedStates states(int64_t /*index*/) override { return {}; }
-  int64_t state_bytes_per_element() const override { return 0; }
+  optimizers::OptimizerTraits traits() const override { return {}; }
   std::string name() const override { return "none"; }
 
  protected:
-  void allocate_states(int64_t /*index*/) override {}
+  void allocate_states(int64_t /*index*/, const optimizers::NewState& /*new_state*/) override {}
 };
 
 std::shared_ptr<NoOptimizer> two_groups() {

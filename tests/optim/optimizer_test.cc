@@ -83,7 +83,7 @@ TEST_P(EveryOptimizer, StatesAreZeroedFlatAndCounted) {
   int64_t bound = 0;
   for (int64_t b = 0; b < model.optimizer().slice_count(); ++b) {
     const int64_t numel = model.optimizer().slice(b).master.numel();
-    bound += numel * model.optimizer().state_bytes_per_element();
+    bound += numel * model.optimizer().traits().state_bytes_per_element;
     for (const auto& [name, state] : model.optimizer().states(b)) {
       EXPECT_EQ(state.numel(), numel) << name;
       EXPECT_EQ(state.scalar_type(), at::kFloat) << name;

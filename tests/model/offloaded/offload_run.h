@@ -53,9 +53,9 @@ struct TwoBuckets {
   TwoBuckets(const config::DsConfig& config, comm::Communicator& communicator)
       : state(make_plan(config, {}), config,
               {.buckets = buckets, .frozen = {}, .states = std::vector<int64_t>(buckets.size(), 2)}, communicator) {
-    optimizer->set_state_memory(state.state_memory());
     for (size_t b = 0; b < buckets.size(); ++b) {
-      optimizer->add_slice({.master = state.master_of(b, ones(b), false), .exchange = zero::make_whole_exchange()});
+      optimizer->add_slice({.master = state.master_of(b, ones(b), false), .exchange = zero::make_whole_exchange()},
+                           state.state_memory());
     }
   }
 };
