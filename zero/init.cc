@@ -24,7 +24,7 @@
 #include "core/op_interceptor.h"
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"
-#include "zero/parameter_bucket.h"
+#include "zero/parameter.h"
 
 namespace ds::zero {
 namespace {

@@ -88,7 +88,7 @@ void LiveBuckets::fetch(size_t bucket, bool exact) {
 
 bool LiveBuckets::allocate(const Entry& entry) {
   try {
-    entry.bucket->allocate(memory_);
+    entry.bucket->storage().allocate(memory_);
     return true;
   } catch (const std::exception&) {  // once more, below
   }
@@ -97,7 +97,7 @@ bool LiveBuckets::allocate(const Entry& entry) {
     // would not take part in the gather that brings the bucket back.
     memory_.clear();
     if (!entry.bucket->flat().is_cpu()) at::accelerator::emptyCache();
-    entry.bucket->allocate(memory_);
+    entry.bucket->storage().allocate(memory_);
     return true;
   } catch (const std::exception& error) {
     const std::string text =
@@ -105,7 +105,7 @@ bool LiveBuckets::allocate(const Entry& entry) {
             " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_,
             ") or the batch");
     log::error(text);  // now: the operator that fails for it may end the program
-    entry.bucket->hide(text);
+    entry.bucket->storage().hide(text);
     no_memory_ = std::make_exception_ptr(ConfigError(text));
     return false;
   }
@@ -152,7 +152,8 @@ void LiveBuckets::fail(const Entry& entry) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   entry.bucket->flat().fill_(std::numeric_limits<double>::quiet_NaN());
-  entry.bucket->hide(cat(entry.label, " could not be gathered for an operator: ", text_of(error), kForwardsTogether));
+  entry.bucket->storage().hide(
+      cat(entry.label, " could not be gathered for an operator: ", text_of(error), kForwardsTogether));
 }
 
 void LiveBuckets::release(size_t bucket) {
@@ -161,7 +162,7 @@ void LiveBuckets::release(size_t bucket) {
   if (entry.changes.found(*entry.bucket)) keep_changes(bucket);
   entry.state = State::kReleased;
   live_ -= entry.elements();
-  entry.bucket->release(memory_);
+  entry.bucket->storage().release(memory_);
 }
 
 // Copies the changes of a bucket that an operator has changed in place to its slice. All ranks make the same changes,

@@ -39,7 +39,8 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     bucket_of_storage_.emplace(buckets[b]->flat().storage().unsafeGetStorageImpl(), b);
-    if (buckets[b]->sharded()) bucket_of_storage_.emplace(buckets[b]->released_storage().unsafeGetStorageImpl(), b);
+    if (buckets[b]->sharded())
+      bucket_of_storage_.emplace(buckets[b]->storage().released_storage().unsafeGetStorageImpl(), b);
   }
   if (!sees_operators()) return;
   require(at::isRecordFunctionEnabled(),
@@ -59,7 +60,7 @@ ParameterGatherer::~ParameterGatherer() {
   }
   for (const LiveBuckets::Entry& entry : buckets_) {
     if (!entry.sharded()) continue;
-    entry.bucket->end(
+    entry.bucket->storage().end(
         cat("parameter ", entry.bucket->parameters().front().name, " or one beside it was read after ", end_text_));
   }
 }
@@ -77,7 +78,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   LiveBuckets::Entry& entry = buckets_[bucket];
   if (entry.sharded() && !in_backward_) choose_cast_cache(at::GradMode::is_enabled());
   if (entry.whole() && !entry.sharded()) return;
-  if (entry.whole() && entry.held > 0) return entry.bucket->show(tensor);
+  if (entry.whole() && entry.held > 0) return entry.bucket->storage().show(tensor);
   // An operator may read a bucket as often as its data say, a recurrent one once for each step in time, which differ
   // between ranks: the order of uses, which all ranks must have, counts it once.
   const uint64_t used_before_by = std::exchange(entry.used_by, OpInterceptor::outermost_operator());
@@ -85,10 +86,10 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (!entry.whole() || (bucket != current_ && !same_operator)) use(bucket);
   if (!entry.sharded()) return;
   if (!entry.whole()) {  // there was no memory
-    if (!is_same_storage(tensor.storage(), entry.bucket->released_storage())) take_elements(tensor);
+    if (!is_same_storage(tensor.storage(), entry.bucket->storage().released_storage())) take_elements(tensor);
     return;
   }
-  entry.bucket->show(tensor);
+  entry.bucket->storage().show(tensor);
   if (entry.held == 0 && OpInterceptor::changes_tensor()) entry.changes.note();
 }
 
@@ -113,7 +114,7 @@ void ParameterGatherer::use(size_t bucket) {
     if (entry.released()) {
       make_room(entry.elements());
       // Gathers that are under way hold the memory in which slices are read.
-      for (size_t b = 0; b < buckets_.size() && !entry.bucket->slice_has_room(); ++b) buckets_.wait(b);
+      for (size_t b = 0; b < buckets_.size() && !entry.bucket->kept_slice().has_room(); ++b) buckets_.wait(b);
       buckets_.fetch(bucket);
     }
   }
@@ -175,7 +176,7 @@ void ParameterGatherer::prefetch() {
     if (buckets_.coming_elements() >= limits_.prefetch || buckets_.out_of_memory()) break;
     const LiveBuckets::Entry& entry = buckets_[bucket];
     if (!entry.released()) continue;
-    if (buckets_.live_elements() + entry.elements() > limits_.max_live || !entry.bucket->slice_has_room()) break;
+    if (buckets_.live_elements() + entry.elements() > limits_.max_live || !entry.bucket->kept_slice().has_room()) break;
     buckets_.fetch(bucket);
   }
   if (!buckets_.out_of_memory()) prefetch_slices();
@@ -186,7 +187,7 @@ void ParameterGatherer::prefetch_slices() {
   for (const size_t bucket : reuse_.upcoming()) {
     const LiveBuckets::Entry& entry = buckets_[bucket];
     if (!entry.released()) continue;
-    if (!entry.bucket->secondary().defined()) entry.bucket->prefetch_slice();
+    if (!entry.bucket->secondary().defined()) entry.bucket->kept_slice().prefetch();
     return;
   }
 }
