@@ -23,7 +23,7 @@ at::Tensor whole_frozen(const engine::ModelState& unit, size_t bucket) {
   const zero::ParameterBucket& frozen = unit.frozen_buckets[bucket - unit.buckets.size()];
   if (!frozen.sharded()) return frozen.flat();
   at::Tensor whole;
-  frozen.use_slice(/*changes=*/false, [&] {
+  frozen.kept_slice().use(/*changes=*/false, [&] {
     const at::Tensor own = frozen.slice(unit.groups_of(bucket).shards.rank());
     whole = engine::joined_slices(unit, bucket, own, cat("frozen bucket ", bucket));
   });

@@ -55,7 +55,8 @@ void require_same_parameters(const engine::ModelState& state) {
   }
   const auto look = [](const zero::ParameterBucket& bucket) {
     for (size_t i = 0; i < bucket.parameters().size(); ++i) {
-      require(bucket.is_here(i), "backward(): parameter ", bucket.parameters()[i].name, ": expected it where ",
+      require(bucket.storage().is_here(i), "backward(): parameter ", bucket.parameters()[i].name,
+              ": expected it where ",
               "fully_shard has put it, found other memory or another dtype (torch::load, set_data, to()), which the ",
               "slices know nothing of. Load or convert the module before fully_shard, or load with ",
               "sharded->load_full_state_dict() or sharded->load() in place of that");
@@ -154,7 +155,7 @@ void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
   std::vector<zero::ParameterBucket*> buckets;
   for (zero::ParameterBucket& bucket : state_.buckets) buckets.push_back(&bucket);
   for (zero::ParameterBucket& bucket : state_.frozen_buckets) buckets.push_back(&bucket);
-  for (zero::ParameterBucket* bucket : buckets) bucket->tell_when_released(kReleased);
+  for (zero::ParameterBucket* bucket : buckets) bucket->storage().tell_when_released(kReleased);
   auto gatherer = std::make_unique<zero::ParameterGatherer>(buckets, zero::GatherRoutes{*groups.parameters},
                                                             *state_.plan.gather, kEnded);
   gathers_.emplace(*gatherer, buckets.size(), options_.backward_prefetch);
@@ -170,7 +171,7 @@ void ShardedModel::watch_slices() {
     const zero::ParameterBucket& bucket = state_.buckets[b];
     bucket_of_parameters_.emplace(bucket.flat().storage().unsafeGetStorageImpl(), b);
     bucket_of_slice_.emplace(state_.masters[b].storage().unsafeGetStorageImpl(), b);
-    if (bucket.sharded()) bucket_of_parameters_.emplace(bucket.released_storage().unsafeGetStorageImpl(), b);
+    if (bucket.sharded()) bucket_of_parameters_.emplace(bucket.storage().released_storage().unsafeGetStorageImpl(), b);
   }
   marks_.emplace(state_.parameters);
   watch_ = std::make_unique<OpInterceptor>([this](const at::Tensor& tensor) { before_operator(tensor); });

@@ -24,7 +24,7 @@
 #include "core/op_interceptor.h"
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"
-#include "zero/parameter_bucket.h"
+#include "zero/parameter.h"
 
 namespace ds::zero {
 namespace {
@@ -58,27 +58,48 @@ at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device)
   return copy;
 }
 
-}  // namespace
+void require_same_options(comm::Communicator& ranks, const InitOptions& options) {
+  const std::vector<int64_t> values =
+      comm::numbers_of_ranks(ranks, options.device, {options.max_live, options.smallest}, "options of zero::Init");
+  for (size_t rank = 1; rank < static_cast<size_t>(ranks.size()); ++rank) {
+    require(values[2 * rank] == values[0] && values[2 * rank + 1] == values[1], "zero::Init: expected the options of ",
+            "rank 0 on every rank, max_live ", values[0], " and smallest ", values[1], ", found ", values[2 * rank],
+            " and ", values[2 * rank + 1], " on rank ", rank);
+  }
+}
 
-// The parameters of a model under construction, as a zero::Init sees them, and their slices. There is one per Init,
-// which documents the calls.
-class Init::Parameters {
+// Parameters of which each rank has an even part while they are not needed in full. At most `max_live` of their
+// elements are full at a time, beside those that the operator under way reads. Collective: all ranks adopt and read the
+// same parameters in the same order.
+class SlicedParameters {
  public:
-  Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options);
-  ~Parameters();
-  Parameters(const Parameters&) = delete;
-  Parameters& operator=(const Parameters&) = delete;
+  SlicedParameters(std::shared_ptr<comm::Communicator> ranks, const InitOptions& options)
+      : ranks_(std::move(ranks)), options_(options) {}
+  // Leaves the parameters that are not full without elements.
+  ~SlicedParameters();
+  SlicedParameters(const SlicedParameters&) = delete;
+  SlicedParameters& operator=(const SlicedParameters&) = delete;
 
   const std::shared_ptr<comm::Communicator>& ranks() const { return ranks_; }
-  void rethrow();
+  // Whether `tensor` is one of the parameters.
+  bool contains(const at::Tensor& tensor) const;
+  // Adds a full parameter, and makes room for it.
+  void adopt(const at::Tensor& parameter);
+  // Makes the parameter full that `tensor` lies in, if it lies in one.
+  void fill(const at::Tensor& tensor);
+  // Drops what is kept of the parameter.
   void forget(const at::Tensor& parameter);
-  void end();
+  // Drops what is kept of the parameters that the program has dropped.
+  void forget_unused();
+  // Neither slices nor gathers from now on: a failure may have parted the ranks.
+  void fail() { failed_ = true; }
+  bool failed() const { return failed_; }
+  bool all_whole() const;
   int64_t live_elements() const { return live_; }
   int64_t peak_elements() const { return peak_; }
   int64_t held_bytes() const;
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Entry {
     Entry(const at::Tensor& tensor, std::string name)
@@ -92,38 +113,204 @@ class Init::Parameters {
     bool whole() const { return !slice.defined(); }
   };
 
-  static void on_made(const at::RecordFunction& function, at::ObserverContext* context);
-  void made(const at::Tensor& tensor);
-  void before_read(const at::Tensor& tensor);
-  void adopt_parameters();
-  void adopt(const at::Tensor& parameter);
   void find_moved();
-  void touch(Entry& entry);
   void make_room(int64_t elements);
   void slice(Entry& entry);
   void gather(Entry& entry);
+  void add_live(int64_t elements);
   void drop(size_t entry);
+
+  std::shared_ptr<comm::Communicator> ranks_;
+  InitOptions options_;
+  std::vector<std::unique_ptr<Entry>> entries_;  // in the order in which they became parameters: the same on all ranks
+  std::unordered_map<const void*, Entry*> by_storage_;
+  int64_t adopted_ = 0;
+  uint64_t uses_ = 0;
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+  bool failed_ = false;
+};
+
+SlicedParameters::~SlicedParameters() {
+  for (const auto& entry : entries_) {
+    if (!entry->whole() && entry->parameter.storage().nbytes() == 0) take_elements(entry->parameter);
+  }
+}
+
+bool SlicedParameters::contains(const at::Tensor& tensor) const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [&](const auto& entry) { return entry->parameter.is_same(tensor); });
+}
+
+void SlicedParameters::adopt(const at::Tensor& parameter) {
+  if (!can_be_sliced(parameter) || by_storage_.contains(storage_of(parameter))) return;
+  make_room(parameter.numel());
+  entries_.push_back(
+      std::make_unique<Entry>(parameter, cat("parameter ", adopted_++, " under construction, ", parameter.sizes())));
+  Entry& entry = *entries_.back();
+  entry.last_use = ++uses_;
+  by_storage_[storage_of(parameter)] = &entry;
+  add_live(parameter.numel());
+}
+
+void SlicedParameters::add_live(int64_t elements) {
+  live_ += elements;
+  peak_ = std::max(peak_, live_);
+}
+
+// Module::to() and set_data() give a parameter other memory without an operator.
+void SlicedParameters::find_moved() {
+  for (const auto& entry : entries_) {
+    const void* const before = entry->storage._unsafe_get_target();
+    if (storage_of(entry->parameter) == before) continue;
+    by_storage_.erase(before);
+    entry->storage = entry->parameter.storage().getWeakStorageImpl();
+    by_storage_[storage_of(entry->parameter)] = entry.get();
+    if (entry->whole()) continue;
+    entry->slice.reset();  // its values are gone
+    add_live(entry->parameter.numel());
+  }
+}
+
+void SlicedParameters::fill(const at::Tensor& tensor) {
+  find_moved();
+  const auto found = by_storage_.find(storage_of(tensor));
+  if (found == by_storage_.end()) return;
+  Entry& entry = *found->second;
+  entry.used_by = OpInterceptor::outermost_operator();
+  entry.last_use = ++uses_;
+  if (entry.whole()) return;
+  try {
+    make_room(entry.parameter.numel());
+    gather(entry);
+  } catch (...) {
+    if (!entry.whole()) take_elements(tensor);  // the operator cannot be told, and there is nothing to read
+    throw;
+  }
+}
+
+// Slices the parameter that was read longest ago, and not by the operator under way, until `elements` more fit under
+// the limit.
+void SlicedParameters::make_room(int64_t elements) {
+  find_moved();
+  while (live_ + elements > options_.max_live && !failed_) {
+    size_t oldest = entries_.size();
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      const Entry& entry = *entries_[i];
+      if (!entry.whole() || entry.used_by == OpInterceptor::outermost_operator() || !can_be_sliced(entry.parameter)) {
+        continue;
+      }
+      if (oldest == entries_.size() || entry.last_use < entries_[oldest]->last_use) oldest = i;
+    }
+    if (oldest == entries_.size()) return;
+    if (entries_[oldest]->parameter.use_count() == 1) {
+      drop(oldest);  // the program has dropped it
+    } else {
+      slice(*entries_[oldest]);
+    }
+  }
+}
+
+void SlicedParameters::slice(Entry& entry) {
+  const at::Tensor& parameter = entry.parameter;
+  const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
+  const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
+  at::Tensor whole;  // rank 0's values count
+  if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
+  ranks_->scatter(part, whole, 0, entry.label).wait();
+  entry.slice = part;
+  take_storage(parameter);
+  live_ -= parameter.numel();
+}
+
+void SlicedParameters::gather(Entry& entry) {
+  const at::Tensor& parameter = entry.parameter;
+  take_memory(parameter);
+  add_live(parameter.numel());
+  const at::Tensor flat = parameter.detach().view({-1});
+  const at::Tensor part = std::exchange(entry.slice, at::Tensor());
+  try {
+    require<CommError>(!failed_, "zero::Init: ", entry.label, " cannot be gathered after the failure before");
+    const int64_t numel = part.numel() * ranks_->size();
+    const bool in_place = numel == flat.numel() && part.device() == flat.device();
+    const at::Tensor all = in_place ? flat : at::empty({numel}, part.options());
+    ranks_->all_gather(all, part, entry.label).wait();
+    if (!in_place) flat.copy_(all.narrow(0, 0, flat.numel()));
+  } catch (...) {
+    flat.fill_(std::numeric_limits<double>::quiet_NaN());
+    throw;
+  }
+}
+
+void SlicedParameters::drop(size_t index) {
+  const Entry& entry = *entries_[index];
+  if (entry.whole()) live_ -= entry.parameter.numel();
+  by_storage_.erase(entry.storage._unsafe_get_target());
+  entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void SlicedParameters::forget(const at::Tensor& parameter) {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i]->parameter.is_same(parameter)) continue;
+    drop(i);
+    return;
+  }
+}
+
+void SlicedParameters::forget_unused() {
+  for (size_t i = entries_.size(); i-- > 0;) {
+    if (entries_[i]->parameter.use_count() == 1) drop(i);
+  }
+}
+
+bool SlicedParameters::all_whole() const {
+  return std::all_of(entries_.begin(), entries_.end(), [](const auto& entry) { return entry->whole(); });
+}
+
+int64_t SlicedParameters::held_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& entry : entries_) {
+    if (!entry->whole()) bytes += static_cast<int64_t>(entry->slice.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace
+
+// Watches the operators of this thread for a zero::Init, which documents the calls: finds the tensors that become
+// parameters, and has the ones filled that an operator reads.
+class Init::Parameters {
+ public:
+  Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options);
+  ~Parameters() { stop_watching(); }
+  Parameters(const Parameters&) = delete;
+  Parameters& operator=(const Parameters&) = delete;
+
+  // The parameters that were found so far.
+  SlicedParameters& found() { return found_; }
+  void rethrow();
+  void end();
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  static void on_made(const at::RecordFunction& function, at::ObserverContext* context);
+  void note_made(const at::Tensor& tensor);
+  void adopt_parameters();
+  void before_read(const at::Tensor& tensor);
   void stop_watching();
-  void require_same_options();
   template <class Action>
   void guarded(const Action& action);
 
   // The one of this thread: callbacks of at::RecordFunction carry no state.
   static thread_local Parameters* building;
 
-  std::shared_ptr<comm::Communicator> ranks_;
-  InitOptions options_;
-  std::vector<std::unique_ptr<Entry>> entries_;  // in the order in which they became parameters: the same on all ranks
-  std::unordered_map<const void*, Entry*> by_storage_;
+  int64_t smallest_;
+  SlicedParameters found_;
   std::vector<WeakTensor> candidates_;  // made and not known to be anything yet
-  int64_t adopted_ = 0;
-  uint64_t uses_ = 0;
-  int64_t live_ = 0;
-  int64_t peak_ = 0;
   bool adopts_ = true;
   bool busy_ = false;
   std::exception_ptr failure_;
-  bool failed_ = false;  // no collectives any more: ranks may have parted
   OpInterceptor interceptor_;
   at::CallbackHandle made_handle_ = 0;
 };
@@ -131,41 +318,25 @@ class Init::Parameters {
 thread_local Init::Parameters* Init::Parameters::building = nullptr;
 
 Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
-    : ranks_(std::move(ranks)),
-      options_(options),
+    : smallest_(options.smallest),
+      found_(std::move(ranks), options),
       interceptor_([this](const at::Tensor& tensor) { guarded([&] { before_read(tensor); }); }) {
-  require(ranks_ != nullptr,
+  require(found_.ranks() != nullptr,
           "zero::Init: expected a group of ranks, found none; pass engine::init_distributed().ranks");
   require(building == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
-  require(options_.max_live >= 0 && options_.smallest >= 0, "zero::Init: expected max_live and smallest >= 0, found ",
-          options_.max_live, " and ", options_.smallest);
-  if (ranks_->size() == 1) return;
+  require(options.max_live >= 0 && options.smallest >= 0, "zero::Init: expected max_live and smallest >= 0, found ",
+          options.max_live, " and ", options.smallest);
+  comm::Communicator& group = *found_.ranks();
+  if (group.size() == 1) return;
   require(at::isRecordFunctionEnabled(), "zero::Init sees operators through at::RecordFunction, which is disabled on ",
           "this thread; call at::enableRecordFunction(true) before it");
-  require_same_options();
+  require_same_options(group, options);
   return_freed_host_memory();
   building = this;
   interceptor_.enable();
   made_handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(nullptr, &Init::Parameters::on_made)
                                                 .needsOutputs(true)
                                                 .scopes({at::RecordScope::FUNCTION}));
-}
-
-void Init::Parameters::require_same_options() {
-  const std::vector<int64_t> values =
-      comm::numbers_of_ranks(*ranks_, options_.device, {options_.max_live, options_.smallest}, "options of zero::Init");
-  for (size_t rank = 1; rank < static_cast<size_t>(ranks_->size()); ++rank) {
-    require(values[2 * rank] == values[0] && values[2 * rank + 1] == values[1], "zero::Init: expected the options of ",
-            "rank 0 on every rank, max_live ", values[0], " and smallest ", values[1], ", found ", values[2 * rank],
-            " and ", values[2 * rank + 1], " on rank ", rank);
-  }
-}
-
-Init::Parameters::~Parameters() {
-  stop_watching();
-  for (const auto& entry : entries_) {
-    if (!entry->whole() && entry->parameter.storage().nbytes() == 0) take_elements(entry->parameter);
-  }
 }
 
 void Init::Parameters::stop_watching() {
@@ -178,22 +349,12 @@ void Init::Parameters::stop_watching() {
 void Init::Parameters::end() {
   adopts_ = false;
   candidates_.clear();
-  for (size_t i = entries_.size(); i-- > 0;) {
-    if (entries_[i]->parameter.use_count() == 1) drop(i);  // the program has dropped it
-  }
-  if (std::all_of(entries_.begin(), entries_.end(), [](const auto& entry) { return entry->whole(); })) stop_watching();
+  found_.forget_unused();
+  if (found_.all_whole()) stop_watching();
 }
 
 void Init::Parameters::rethrow() {
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-}
-
-int64_t Init::Parameters::held_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& entry : entries_) {
-    if (!entry->whole()) bytes += static_cast<int64_t>(entry->slice.nbytes());
-  }
-  return bytes;
 }
 
 // LibTorch only logs what a callback throws.
@@ -206,9 +367,9 @@ void Init::Parameters::guarded(const Action& action) {
   try {
     action();
   } catch (const std::exception& error) {
-    if (!failed_) log::error("zero::Init: parameters are not sliced any more: ", error.what());
+    if (!found_.failed()) log::error("zero::Init: parameters are not sliced any more: ", error.what());
     if (!failure_) failure_ = std::current_exception();
-    failed_ = true;
+    found_.fail();
   }
   busy_ = false;
 }
@@ -219,16 +380,14 @@ void Init::Parameters::on_made(const at::RecordFunction& function, at::ObserverC
   init->guarded([&] { init->adopt_parameters(); });
   for (const c10::IValue& output : function.outputs()) {
     if (output.isTensor() && output.toTensor().defined() && output.toTensor().has_storage()) {
-      init->made(output.toTensor());
+      init->note_made(output.toTensor());
     }
   }
 }
 
-void Init::Parameters::made(const at::Tensor& tensor) {
-  if (tensor.numel() < options_.smallest || !can_be_sliced(tensor)) return;
+void Init::Parameters::note_made(const at::Tensor& tensor) {
+  if (tensor.numel() < smallest_ || !can_be_sliced(tensor) || found_.contains(tensor)) return;
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  const auto known = [&](const auto& entry) { return entry->parameter.unsafeGetTensorImpl() == impl; };
-  if (std::any_of(entries_.begin(), entries_.end(), known)) return;
   const auto same = [&](const WeakTensor& one) { return one._unsafe_get_target() == impl && !one.expired(); };
   if (std::none_of(candidates_.begin(), candidates_.end(), same)) candidates_.emplace_back(tensor.getIntrusivePtr());
 }
@@ -249,124 +408,12 @@ void Init::Parameters::adopt_parameters() {
     }
   }
   candidates_ = std::move(left);
-  for (const at::Tensor& parameter : parameters) adopt(parameter);
-}
-
-void Init::Parameters::adopt(const at::Tensor& parameter) {
-  if (!can_be_sliced(parameter) || by_storage_.contains(storage_of(parameter))) return;
-  make_room(parameter.numel());
-  entries_.push_back(
-      std::make_unique<Entry>(parameter, cat("parameter ", adopted_++, " under construction, ", parameter.sizes())));
-  Entry& entry = *entries_.back();
-  entry.last_use = ++uses_;
-  by_storage_[storage_of(parameter)] = &entry;
-  live_ += parameter.numel();
-  peak_ = std::max(peak_, live_);
-}
-
-// Module::to() and set_data() give a parameter other memory without an operator.
-void Init::Parameters::find_moved() {
-  for (const auto& entry : entries_) {
-    const void* const before = entry->storage._unsafe_get_target();
-    if (storage_of(entry->parameter) == before) continue;
-    by_storage_.erase(before);
-    entry->storage = entry->parameter.storage().getWeakStorageImpl();
-    by_storage_[storage_of(entry->parameter)] = entry.get();
-    if (entry->whole()) continue;
-    entry->slice.reset();  // its values are gone
-    live_ += entry->parameter.numel();
-    peak_ = std::max(peak_, live_);
-  }
+  for (const at::Tensor& parameter : parameters) found_.adopt(parameter);
 }
 
 void Init::Parameters::before_read(const at::Tensor& tensor) {
   if (adopts_) adopt_parameters();
-  find_moved();
-  const auto found = by_storage_.find(storage_of(tensor));
-  if (found == by_storage_.end()) return;
-  Entry& entry = *found->second;
-  try {
-    touch(entry);
-  } catch (...) {
-    if (!entry.whole()) take_elements(tensor);  // the operator cannot be told, and there is nothing to read
-    throw;
-  }
-}
-
-void Init::Parameters::touch(Entry& entry) {
-  entry.used_by = OpInterceptor::outermost_operator();
-  entry.last_use = ++uses_;
-  if (entry.whole()) return;
-  make_room(entry.parameter.numel());
-  gather(entry);
-}
-
-// Slices what was read longest ago, and not by the operator under way.
-void Init::Parameters::make_room(int64_t elements) {
-  find_moved();
-  while (live_ + elements > options_.max_live && !failed_) {
-    size_t oldest = entries_.size();
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      const Entry& entry = *entries_[i];
-      if (!entry.whole() || entry.used_by == OpInterceptor::outermost_operator() || !can_be_sliced(entry.parameter)) {
-        continue;
-      }
-      if (oldest == entries_.size() || entry.last_use < entries_[oldest]->last_use) oldest = i;
-    }
-    if (oldest == entries_.size()) return;
-    if (entries_[oldest]->parameter.use_count() == 1) {
-      drop(oldest);  // the program has dropped it
-    } else {
-      slice(*entries_[oldest]);
-    }
-  }
-}
-
-void Init::Parameters::slice(Entry& entry) {
-  const at::Tensor& parameter = entry.parameter;
-  const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
-  const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
-  at::Tensor whole;  // rank 0's values count
-  if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
-  ranks_->scatter(part, whole, 0, entry.label).wait();
-  entry.slice = part;
-  take_storage(parameter);
-  live_ -= parameter.numel();
-}
-
-void Init::Parameters::gather(Entry& entry) {
-  const at::Tensor& parameter = entry.parameter;
-  take_memory(parameter);
-  live_ += parameter.numel();
-  peak_ = std::max(peak_, live_);
-  const at::Tensor flat = parameter.detach().view({-1});
-  const at::Tensor part = std::exchange(entry.slice, at::Tensor());
-  try {
-    require<CommError>(!failed_, "zero::Init: ", entry.label, " cannot be gathered after the failure before");
-    const int64_t numel = part.numel() * ranks_->size();
-    const bool in_place = numel == flat.numel() && part.device() == flat.device();
-    const at::Tensor all = in_place ? flat : at::empty({numel}, part.options());
-    ranks_->all_gather(all, part, entry.label).wait();
-    if (!in_place) flat.copy_(all.narrow(0, 0, flat.numel()));
-  } catch (...) {
-    flat.fill_(std::numeric_limits<double>::quiet_NaN());
-    throw;
-  }
-}
-
-void Init::Parameters::drop(size_t index) {
-  const Entry& entry = *entries_[index];
-  if (entry.whole()) live_ -= entry.parameter.numel();
-  by_storage_.erase(entry.storage._unsafe_get_target());
-  entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(index));
-}
-
-void Init::Parameters::forget(const at::Tensor& parameter) {
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (!entries_[i]->parameter.is_same(parameter)) continue;
-    drop(i);
-    return;
-  }
+  found_.fill(tensor);
 }
 
 Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
@@ -374,12 +421,12 @@ Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
 
 Init::~Init() = default;
 
-const std::shared_ptr<comm::Communicator>& Init::ranks() const { return parameters_->ranks(); }
+const std::shared_ptr<comm::Communicator>& Init::ranks() const { return parameters_->found().ranks(); }
 void Init::rethrow() { parameters_->rethrow(); }
-void Init::forget(const at::Tensor& parameter) { parameters_->forget(parameter); }
+void Init::forget(const at::Tensor& parameter) { parameters_->found().forget(parameter); }
 void Init::end() { parameters_->end(); }
-int64_t Init::live_elements() const { return parameters_->live_elements(); }
-int64_t Init::peak_elements() const { return parameters_->peak_elements(); }
-int64_t Init::held_bytes() const { return parameters_->held_bytes(); }
+int64_t Init::live_elements() const { return parameters_->found().live_elements(); }
+int64_t Init::peak_elements() const { return parameters_->found().peak_elements(); }
+int64_t Init::held_bytes() const { return parameters_->found().held_bytes(); }
 
 }  // namespace ds::zero

@@ -111,8 +111,8 @@ void make_access(ModelState& model) {
 }
 
 zero::StoredSlice stored_slice(const zero::ParameterBucket& bucket) {
-  const int64_t bytes = bucket.stored_bytes();
-  return {bucket.bits() > 0 ? bytes : bucket.layout().slice_numel, bytes};
+  const int64_t bytes = bucket.kept_slice().stored_bytes();
+  return {bucket.kept_slice().bits() > 0 ? bytes : bucket.layout().slice_numel, bytes};
 }
 
 // The buckets as they are.
@@ -123,7 +123,7 @@ void describe_buckets(const ModelState& model, zero::MemoryQuestion& question) {
   }
   question.frozen_bytes = frozen_bytes(model);
   for (const zero::ParameterBucket& bucket : model.frozen_buckets) {
-    if (bucket.stored_bytes() > 0) question.frozen_slices.push_back(stored_slice(bucket));
+    if (bucket.kept_slice().stored_bytes() > 0) question.frozen_slices.push_back(stored_slice(bucket));
   }
   for (const zero::ParameterBucket& bucket : model.frozen_buckets) {
     if (!bucket.sharded()) continue;

@@ -108,7 +108,7 @@ void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& updat
   const zero::ParameterBucket& bucket = state_.buckets[b];
   const at::Tensor own = state_.own_part(b);
   const bool is_master = own.is_alias_of(state_.masters[b]);
-  bucket.use_slice(/*changes=*/true, [&] {
+  bucket.kept_slice().use(/*changes=*/true, [&] {
     const std::optional<FrozenValues> still =
         FrozenValues::wanted(state_, b) ? std::optional<FrozenValues>(std::in_place, state_, b, own) : std::nullopt;
     if (is_master) {
@@ -170,8 +170,8 @@ void SliceSteps::all_on_host(double gradient_scale) {
 void SliceSteps::publish(size_t b, const at::Tensor& weights) {
   const zero::ParameterBucket& bucket = state_.buckets[b];
   consistency_.slice_updated();
-  bucket.use_slice(/*changes=*/true,
-                   [&] { at::Tensor(bucket.slice(state_.groups_of(b).shards.rank())).copy_(weights); });
+  bucket.kept_slice().use(/*changes=*/true,
+                          [&] { at::Tensor(bucket.slice(state_.groups_of(b).shards.rank())).copy_(weights); });
   state_.access->updated(b);
 }
 

@@ -9,6 +9,7 @@
 #include "core/numbers/block_codec.h"
 #include "core/round_up.h"
 #include "model/checkpoint/rank_state.h"
+#include "zero/kept_slice.h"
 
 namespace ds::engine {
 namespace {
@@ -103,9 +104,10 @@ void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size
   const zero::ParameterBucket& bucket = state.frozen_buckets[f];
   const bool partitioned = bucket.sharded();
   at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
-  if (partitioned && bucket.bits() > 0) {
-    flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
-    bucket.use_slice(/*changes=*/false, [&] { BlockCodec(bucket.bits()).decode(bucket.encoded_slice(), flat); });
+  const zero::KeptSlice& kept = bucket.kept_slice();
+  if (kept.bits() > 0) {
+    flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(kept.tensor().device()));
+    kept.use(/*changes=*/false, [&] { BlockCodec(kept.bits()).decode(kept.tensor(), flat); });
   } else if (partitioned) {
     flat = bucket.slice(state.groups_of(state.buckets.size() + f).shards.rank());
   }
@@ -195,10 +197,10 @@ std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders&
 void use_bucket(const ModelState& state, size_t bucket, bool changes, const std::function<void()>& use) {
   if (bucket == StatePiece::kNoBucket) return use();
   if (bucket >= state.buckets.size()) {
-    return state.frozen_buckets[bucket - state.buckets.size()].use_slice(changes, use);
+    return state.frozen_buckets[bucket - state.buckets.size()].kept_slice().use(changes, use);
   }
-  state.buckets[bucket].use_slice(changes,
-                                  [&] { state.use_master(bucket, changes, [&](const at::Tensor&) { use(); }); });
+  state.buckets[bucket].kept_slice().use(changes,
+                                         [&] { state.use_master(bucket, changes, [&](const at::Tensor&) { use(); }); });
 }
 
 }  // namespace ds::engine

@@ -40,7 +40,7 @@ void StateReader::read() {
   const ModelOptimizer& optimizer = model_.optimizer;
   for (size_t b = 0; b < model_.buckets.size(); ++b) read_trained(b);
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
-    if (model_.frozen_buckets[f].bits() == 0) read_frozen_bucket(f);
+    if (model_.frozen_buckets[f].kept_slice().bits() == 0) read_frozen_bucket(f);
   }
   read_frozen_parameters();
   for (const auto& item : model_.module->named_buffers()) {
@@ -89,7 +89,7 @@ void StateReader::read_frozen_bucket(size_t f) {
   const size_t b = model_.buckets.size() + f;
   const BucketRange range = held_range(model_, b, bucket.sharded());
   const at::Tensor flat = bucket.sharded() ? bucket.slice(model_.groups_of(b).shards.rank()) : bucket.flat();
-  bucket.use_slice(/*changes=*/true, [&] {
+  bucket.kept_slice().use(/*changes=*/true, [&] {
     for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
       const zero::Parameter& parameter = model_.frozen[static_cast<size_t>(run.parameter)];
       const std::string& path = fit_.weight(parameter.name);
@@ -121,7 +121,7 @@ void StateReader::read_encoded_bucket(size_t f) {
 std::exception_ptr StateReader::read_encoded() {
   std::exception_ptr failure;
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
-    if (model_.frozen_buckets[f].bits() == 0) continue;
+    if (model_.frozen_buckets[f].kept_slice().bits() == 0) continue;
     const size_t b = model_.buckets.size() + f;
     model_.gatherer->held().gather(b);
     try {

@@ -109,7 +109,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
     std::vector<Seen>& list = list_of(first + b);
     for (size_t i = 0; i < segments.size(); ++i) {
       Seen& seen = list[static_cast<size_t>(segments[i].parameter)];
-      if (!bucket.is_here(i)) {
+      if (!bucket.storage().is_here(i)) {
         take_over(call, first + b, i);
       } else if (const int64_t version = seen.parameter->tensor._version(); version == seen.version) {
         continue;
@@ -138,7 +138,7 @@ void ModelWatch::take_over(const char* call, size_t index, size_t position) {
           ": parameter ", parameter.name, ": its memory was replaced since the engine took it over (model->to(), ",
           "torch::load(), set_data()). Expected ", bucket.flat().scalar_type(), " on ", bucket.flat().device(),
           " as before, found ", describe(tensor), ". ", kInScope);
-  const bool in_use = state_.plan.offload.delayed || state_.plan.offload.speculative || bucket.bits() > 0;
+  const bool in_use = state_.plan.offload.delayed || state_.plan.offload.speculative || bucket.kept_slice().bits() > 0;
   require(!in_use, call, ": parameter ", parameter.name, ": its memory was replaced since the engine took it over ",
           "(torch::load(), set_data()), which cannot be followed with delayed_update, super_offload and ",
           "zero_quantized_nontrainable_weights. ", kInScope);

@@ -28,7 +28,7 @@ std::vector<at::Tensor> tensors_of(const ModelState& state, const MovedParts& pa
   std::vector<at::Tensor> tensors;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = state.buckets[b];
-    if (parts.parameters && bucket.stored_bytes() == 0) tensors.push_back(bucket.kept());
+    if (parts.parameters && bucket.kept_slice().stored_bytes() == 0) tensors.push_back(bucket.kept());
     if (state.updates_on_host(b)) continue;
     // A master that is a part of the parameters goes with them.
     if (parts.masters && !state.masters[b].is_alias_of(bucket.kept())) tensors.push_back(state.masters[b]);
@@ -37,7 +37,7 @@ std::vector<at::Tensor> tensors_of(const ModelState& state, const MovedParts& pa
   }
   if (!parts.parameters) return tensors;
   for (const zero::ParameterBucket& bucket : state.frozen_buckets) {
-    if (bucket.stored_bytes() == 0) tensors.push_back(bucket.kept());
+    if (bucket.kept_slice().stored_bytes() == 0) tensors.push_back(bucket.kept());
   }
   for (const zero::Parameter& parameter : state.frozen_outside_buckets()) tensors.push_back(parameter.tensor.detach());
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), [](const at::Tensor& t) { return !t.defined(); }),

@@ -182,7 +182,7 @@ void take_over_changes(const ModelState& state, size_t bucket) {
   const at::NoGradGuard no_grad;
   at::Tensor own = state.own_part(bucket);
   if (own.is_alias_of(state.masters[bucket])) return;
-  state.buckets[bucket].use_slice(/*changes=*/false, [&] {
+  state.buckets[bucket].kept_slice().use(/*changes=*/false, [&] {
     state.use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
       own = own.to(master.device());
       // Unchanged values keep the precision that only the master has, and what ranks have stepped by themselves.

@@ -124,7 +124,7 @@ void ParameterValues::use_master(bool changes, const std::function<void(const at
     if (!changes) return use(master);
     const at::NoGradGuard no_grad;
     const at::Tensor own = state_.own_part(bucket_);
-    state_.buckets[bucket_].use_slice(/*changes=*/true, [&] {
+    state_.buckets[bucket_].kept_slice().use(/*changes=*/true, [&] {
       use(master);
       if (own.is_alias_of(master)) return;
       const at::Tensor weights = state_.optimizer.weights(bucket_, master);

@@ -98,8 +98,8 @@ DS_PROCESS_TEST(GatherLimit, ARankThatIsShortOfMemoryReleasesNothingThatOthersKe
     if (ranks.rank() == 0) shortage = std::make_unique<Shortage>(3 * unit_bytes);
     EXPECT_EQ(weights.read(9), 10.0F);
   }
-  EXPECT_TRUE(buckets[8].allocated());
-  EXPECT_TRUE(buckets[9].allocated());
+  EXPECT_TRUE(buckets[8].storage().allocated());
+  EXPECT_TRUE(buckets[9].storage().allocated());
   EXPECT_EQ(weights.read(8), 9.0F);
   gatherer.wait_all();
 }

@@ -73,7 +73,7 @@ class ShardedLayers {
   int64_t gathers() const { return group_->counters().calls[static_cast<size_t>(comm::CollectiveKind::kAllGather)]; }
   int whole_buckets() const {
     int count = 0;
-    for (const ParameterBucket& bucket : buckets_) count += bucket.allocated();
+    for (const ParameterBucket& bucket : buckets_) count += bucket.storage().allocated();
     return count;
   }
 

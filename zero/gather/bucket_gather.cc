@@ -16,9 +16,10 @@ void BucketGather::start(const ParameterBucket& bucket, const std::string& label
     return;
   }
   comm::Communicator& slices = routes_.slices;
-  gather.slice = bucket.begin_gather(slices.rank());
-  if (bucket.bits() > 0) {
-    gather.work = comm::encoded_all_gather(bucket.flat(), on_device(bucket, gather), bucket.bits(), slices, label);
+  gather.slice = bucket.sharded() ? bucket.kept_slice().begin_gather() : bucket.slice(slices.rank());
+  if (bucket.kept_slice().bits() > 0) {
+    gather.work =
+        comm::encoded_all_gather(bucket.flat(), on_device(bucket, gather), bucket.kept_slice().bits(), slices, label);
   } else if (!is_exact(bucket, exact) && routes_.bits == 0) {
     start_cast(bucket, label, gather);
   } else if (!is_exact(bucket, exact)) {
@@ -72,7 +73,7 @@ void BucketGather::wait(ParameterBucket& bucket, GatherUnderWay& gather) {
   } catch (...) {
     failure = std::current_exception();
   }
-  if (gather.slice.defined()) bucket.end_gather();
+  if (gather.slice.defined()) bucket.kept_slice().end_gather();
   gather = {};
   if (failure) std::rethrow_exception(failure);
 }

@@ -39,7 +39,7 @@ void GatherSchedule::use(size_t bucket) {
     if (entry.released()) {
       make_room(entry.elements());
       // Gathers that are under way hold the memory in which slices are read.
-      for (size_t b = 0; b < buckets_.size() && !entry.bucket->slice_has_room(); ++b) buckets_.wait(b);
+      for (size_t b = 0; b < buckets_.size() && !entry.bucket->kept_slice().has_room(); ++b) buckets_.wait(b);
       buckets_.fetch(bucket);
     }
   }
@@ -99,7 +99,7 @@ void GatherSchedule::prefetch() {
     if (buckets_.counts().coming >= limits_.prefetch || buckets_.errors().out_of_memory()) break;
     const LiveBuckets::Entry& entry = buckets_[bucket];
     if (!entry.released()) continue;
-    if (buckets_.counts().live + entry.elements() > limits_.max_live || !entry.bucket->slice_has_room()) break;
+    if (buckets_.counts().live + entry.elements() > limits_.max_live || !entry.bucket->kept_slice().has_room()) break;
     buckets_.fetch(bucket);
   }
   if (!buckets_.errors().out_of_memory()) prefetch_slices();
@@ -110,7 +110,7 @@ void GatherSchedule::prefetch_slices() {
   for (const size_t bucket : reuse_.upcoming()) {
     const LiveBuckets::Entry& entry = buckets_[bucket];
     if (!entry.released()) continue;
-    if (!entry.bucket->secondary().defined()) entry.bucket->prefetch_slice();
+    if (!entry.bucket->secondary().defined()) entry.bucket->kept_slice().prefetch();
     return;
   }
 }

@@ -151,7 +151,7 @@ void GatheredParameters::Opened::require_unchanged() const {
   std::optional<std::string> changed = changed_;
   const std::vector<const Parameter*> all = parameters();
   for (const auto& [index, bucket] : scope_.buckets) {
-    if (const Parameter* const replaced = bucket->take_parameters_back()) changed = replaced->name;
+    if (const Parameter* const replaced = bucket->storage().take_parameters_back()) changed = replaced->name;
   }
   for (size_t i = 0; i < all.size() && !changed; ++i) {
     if (all[i]->tensor._version() != versions_[i]) changed = all[i]->name;
@@ -166,7 +166,7 @@ void GatheredParameters::Opened::share_changes() {
   const at::NoGradGuard no_grad;
   if (scope_.wholes) scope_.wholes->share_wholes();
   for (const auto& [index, bucket] : scope_.buckets) {
-    bucket->take_values_back();
+    bucket->storage().take_values_back();
     if (scope_.wholes) scope_.wholes->share_bucket(index, bucket->flat());
     if (scope_.world->size() > 1) {
       scope_.world->broadcast(bucket->flat(), *scope_.modifier_rank, "changed parameters").wait();
@@ -184,7 +184,7 @@ void GatheredParameters::Opened::share_changes() {
 
 void GatheredParameters::Opened::restore() {
   const at::NoGradGuard no_grad;
-  for (const auto& [index, bucket] : scope_.buckets) bucket->take_parameters_back();
+  for (const auto& [index, bucket] : scope_.buckets) bucket->storage().take_parameters_back();
   for (const auto& [tensor, values] : before_) tensor.copy_(values);
   forget_changes();
 }

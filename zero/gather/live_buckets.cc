@@ -56,7 +56,7 @@ void LiveBuckets::fetch(size_t bucket, bool exact) {
 
 bool LiveBuckets::allocate(const Entry& entry) {
   try {
-    entry.bucket->allocate(memory_);
+    entry.bucket->storage().allocate(memory_);
     return true;
   } catch (const std::exception&) {  // once more, below
   }
@@ -65,7 +65,7 @@ bool LiveBuckets::allocate(const Entry& entry) {
     // would not take part in the gather that brings the bucket back.
     memory_.clear();
     if (!entry.bucket->flat().is_cpu()) at::accelerator::emptyCache();
-    entry.bucket->allocate(memory_);
+    entry.bucket->storage().allocate(memory_);
     return true;
   } catch (const std::exception& error) {
     const std::string text =
@@ -73,7 +73,7 @@ bool LiveBuckets::allocate(const Entry& entry) {
             " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_,
             ") or the batch");
     log::error(text);  // now: the operator that fails for it may end the program
-    entry.bucket->hide(text);
+    entry.bucket->storage().hide(text);
     errors_.keep_no_memory(text);
     return false;
   }
@@ -120,7 +120,7 @@ void LiveBuckets::fail(const Entry& entry) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   entry.bucket->flat().fill_(std::numeric_limits<double>::quiet_NaN());
-  entry.bucket->hide(cat(entry.label, " could not be gathered for an operator: ", text_with_advice(error)));
+  entry.bucket->storage().hide(cat(entry.label, " could not be gathered for an operator: ", text_with_advice(error)));
 }
 
 void LiveBuckets::release(size_t bucket) {
@@ -129,7 +129,7 @@ void LiveBuckets::release(size_t bucket) {
   if (entry.changes.found(*entry.bucket)) changes_.take_over(bucket, *entry.bucket, entry.changes, entry.exact);
   entry.state = State::kReleased;
   counts_.live -= entry.elements();
-  entry.bucket->release(memory_);
+  entry.bucket->storage().release(memory_);
 }
 
 void LiveBuckets::release_all() {

@@ -52,7 +52,8 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     bucket_of_storage_.emplace(buckets[b]->flat().storage().unsafeGetStorageImpl(), b);
-    if (buckets[b]->sharded()) bucket_of_storage_.emplace(buckets[b]->released_storage().unsafeGetStorageImpl(), b);
+    if (buckets[b]->sharded())
+      bucket_of_storage_.emplace(buckets[b]->storage().released_storage().unsafeGetStorageImpl(), b);
   }
   if (!sees_operators_) return;
   require(at::isRecordFunctionEnabled(),
@@ -71,7 +72,7 @@ ParameterGatherer::~ParameterGatherer() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const LiveBuckets::Entry& entry = buckets_[b];
     if (!entry.sharded()) continue;
-    entry.bucket->end(
+    entry.bucket->storage().end(
         cat("parameter ", entry.bucket->parameters().front().name, " or one beside it was read after ", end_text_));
   }
 }
@@ -89,7 +90,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   LiveBuckets::Entry& entry = buckets_[bucket];
   if (entry.sharded() && !in_backward_) cast_cache_.choose(at::GradMode::is_enabled());
   if (entry.whole() && !entry.sharded()) return;
-  if (entry.whole() && entry.held > 0) return entry.bucket->show(tensor);
+  if (entry.whole() && entry.held > 0) return entry.bucket->storage().show(tensor);
   // An operator may read a bucket as often as its data say, a recurrent one once for each step in time, which differ
   // between ranks: the order of uses, which all ranks must have, counts it once.
   const uint64_t used_before_by = std::exchange(entry.used_by, OpInterceptor::outermost_operator());
@@ -100,10 +101,10 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   }
   if (!entry.sharded()) return;
   if (!entry.whole()) {  // there was no memory
-    if (!is_same_storage(tensor.storage(), entry.bucket->released_storage())) take_elements(tensor);
+    if (!is_same_storage(tensor.storage(), entry.bucket->storage().released_storage())) take_elements(tensor);
     return;
   }
-  entry.bucket->show(tensor);
+  entry.bucket->storage().show(tensor);
   if (entry.held == 0 && OpInterceptor::changes_tensor()) entry.changes.note();
 }
 

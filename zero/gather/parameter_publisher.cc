@@ -16,7 +16,7 @@ ParameterPublisher::ParameterPublisher(std::vector<ParameterBucket>& buckets, co
   if (!partitioned_) return;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     bucket_of_storage_.emplace(buckets_[b].flat().storage().unsafeGetStorageImpl(), b);
-    bucket_of_storage_.emplace(buckets_[b].coming_storage().unsafeGetStorageImpl(), b);
+    bucket_of_storage_.emplace(buckets_[b].storage().coming_storage().unsafeGetStorageImpl(), b);
   }
 }
 
@@ -34,7 +34,7 @@ void ParameterPublisher::updated(size_t bucket) {
   ParameterBucket& parameters = buckets_.at(bucket);
   works_[bucket] = communicator_.all_gather(parameters.flat(), parameters.slice(communicator_.rank()),
                                             cat("parameters of bucket ", bucket));
-  parameters.begin_arrival();
+  parameters.storage().begin_arrival();
   pending_[bucket] = true;
   ++pending_count_;
   interceptor_.enable();
@@ -49,7 +49,7 @@ void ParameterPublisher::before_read(const at::Tensor& tensor) {
   const auto found = bucket_of_storage_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == bucket_of_storage_.end()) return;
   if (pending_[found->second]) wait(found->second);
-  buckets_[found->second].show(tensor);
+  buckets_[found->second].storage().show(tensor);
 }
 
 void ParameterPublisher::wait(size_t bucket) {
@@ -61,7 +61,7 @@ void ParameterPublisher::wait(size_t bucket) {
     if (!failure_) failure_ = std::current_exception();
   }
   works_[bucket] = {};
-  buckets_[bucket].end_arrival();
+  buckets_[bucket].storage().end_arrival();
 }
 
 void ParameterPublisher::wait_all() {
