@@ -232,10 +232,10 @@ void StageBackward::weights() {
       joint = {};
     }
   };
-  const Edge goal(std::make_shared<Goal>(), 0);
+  const Edge goal(make_node<Goal>(), 0);
   Edges wanted = split_->later;
   wanted.push_back(goal);
-  execute({Edge(std::make_shared<DirectCalls>(call_joints, goal), 0)}, {at::zeros({1})}, /*keep_graph=*/false,
+  execute({Edge(make_node<DirectCalls>(call_joints, goal), 0)}, {at::zeros({1})}, /*keep_graph=*/false,
           /*accumulate=*/false, wanted);
   if (!targets.empty()) execute(targets, found, /*keep_graph=*/false, /*accumulate=*/true, {});
   split_.reset();
