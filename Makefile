@@ -4,7 +4,10 @@
 # make clean    removes build/ (keeps the installed LibTorch in .deps/)
 # All set-up is done by scripts/setup, which installs only what is missing; servers that tests start, only for make test.
 PRESET ?= release
-BUILD := build/$(PRESET)
+# TORCH=VERSION takes another LibTorch than the default of scripts/setup, and a build folder of its own.
+TORCH ?=
+BUILD := build/$(PRESET)$(if $(TORCH),-torch-$(TORCH))
+SETUP := scripts/setup $(if $(TORCH),--torch $(TORCH))
 # A rank for each GPU; two on a machine without one.
 TRAIN_RANKS := $(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,--num_procs 2)
 # ccache has to be told that a precompiled header may be reused.
@@ -19,25 +22,26 @@ help:
 	@sed -n '1,5s/^# //p' Makefile
 
 setup:
-	@scripts/setup
+	@$(SETUP)
 
 $(BUILD)/build.ninja: | setup
-	@cmake --preset $(PRESET) -DCMAKE_CXX_COMPILER_LAUNCHER=ccache $(CMAKE_ARGS)
+	@cmake --preset $(PRESET) -B $(BUILD) -DCMAKE_CXX_COMPILER_LAUNCHER=ccache \
+	  $(if $(TORCH),-DTorch_ROOT=$$(echo $(CURDIR)/.deps/torch-$(TORCH)/lib/python3*/site-packages/torch)) $(CMAKE_ARGS)
 
 build: setup $(BUILD)/build.ninja
-	@cmake --build --preset $(PRESET) $(if $(TARGETS),--target $(TARGETS))
+	@cmake --build $(BUILD) $(if $(TARGETS),--target $(TARGETS))
 
 train:
 	@$(MAKE) --no-print-directory build TARGETS="gpt ds-launch"
 	@$(BUILD)/bin/ds-launch $(TRAIN_RANKS) $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
 
 test:
-	@scripts/setup test
+	@$(SETUP) test
 	@$(MAKE) --no-print-directory build
-	@scripts/run_tests $(PRESET)
+	@scripts/run_tests $(notdir $(BUILD))
 
 benchmarks:
-	@scripts/setup benchmarks
+	@$(SETUP) benchmarks
 	@$(MAKE) --no-print-directory build TARGETS=ds_benchmarks
 
 clean:

@@ -13,7 +13,7 @@ namespace {
 
 using SparsityMode = ops::SparsityMode;
 
-const std::map<std::string, SparsityMode> kModes = {{"dense", SparsityMode::kDense},
+const std::map<std::string, SparsityMode> kSparsityModes = {{"dense", SparsityMode::kDense},
                                                     {"fixed", SparsityMode::kFixed},
                                                     {"variable", SparsityMode::kVariable},
                                                     {"bigbird", SparsityMode::kBigBird},
@@ -39,7 +39,7 @@ void describe(JsonFields& json, CompressionMethodSection& s) {
 }
 
 void check_pattern(JsonFields& json, const SparseAttentionSection& s) {
-  if (s.block < 1 || !kModes.contains(s.mode)) return;  // said already
+  if (s.block < 1 || !kSparsityModes.contains(s.mode)) return;  // said already
   const std::string problem = ops::problem_of(pattern_of(s));
   if (problem.empty()) return;
   const size_t end = problem.find(": ");
@@ -49,7 +49,7 @@ void check_pattern(JsonFields& json, const SparseAttentionSection& s) {
 }  // namespace
 
 ops::SparsityPattern pattern_of(const SparseAttentionSection& s) {
-  return {.mode = kModes.at(s.mode),
+  return {.mode = kSparsityModes.at(s.mode),
           .block = s.block,
           .different_layout_per_head = s.different_layout_per_head,
           .unidirectional = s.attention == "unidirectional",

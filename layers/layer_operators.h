@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/kernel_in_front.h"
+#include "core/torch_version/node.h"
 
 namespace ds::layers {
 
@@ -50,13 +51,14 @@ class LayerBackward : public torch::autograd::Node {
   bool released_ = false;
 };
 
-// Makes the output one of the graph, where input, weight or bias require it. `make` makes the node, with new.
+// Makes the output one of the graph, where input, weight or bias require it. `make` makes the node with
+// make_node().
 template <class Make>
 void set_backward(at::Tensor& output, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                   const Make& make) {
   namespace autograd = torch::autograd;
   if (!autograd::compute_requires_grad(input, weight, bias)) return;
-  const std::shared_ptr<autograd::Node> node(make(), autograd::deleteNode);
+  const NodePointer<> node = make();
   node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
   autograd::set_history(output, node);
 }

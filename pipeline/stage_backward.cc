@@ -53,11 +53,11 @@ class DirectCalls : public Node {
 };
 
 // Nodes from `roots` on, each after all nodes it leads to.
-std::vector<std::shared_ptr<Node>> children_first(const edge_list& roots) {
-  std::vector<std::shared_ptr<Node>> order;
+std::vector<NodePointer<>> children_first(const edge_list& roots) {
+  std::vector<NodePointer<>> order;
   std::unordered_set<Node*> seen;
-  std::vector<std::pair<std::shared_ptr<Node>, size_t>> path;
-  const auto enter = [&](const std::shared_ptr<Node>& node) {
+  std::vector<std::pair<NodePointer<>, size_t>> path;
+  const auto enter = [&](const NodePointer<>& node) {
     if (node && seen.insert(node.get()).second) path.emplace_back(node, 0);
   };
   for (const Edge& root : roots) {
@@ -91,7 +91,7 @@ struct StageBackward::Split {
   variable_list of_now;                          // what it captured
   Edges later;                                   // into weights, from `joints`
   std::vector<std::pair<size_t, size_t>> where;  // of each of `later`: joint, and result of its node
-  std::vector<std::shared_ptr<Node>> passed;     // nodes that only the first pass executes
+  std::vector<NodePointer<>> passed;             // nodes that only the first pass executes
 };
 
 StageBackward::StageBackward(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs)
@@ -175,7 +175,7 @@ std::vector<at::Tensor> StageBackward::whole(const std::vector<at::Tensor>& grad
   roots_.clear();
   variable_list found;
   for (const Edge& input : inputs_) {
-    const auto leaf = std::dynamic_pointer_cast<torch::autograd::AccumulateGrad>(input.function);
+    auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(input.function.get());
     ensure(leaf != nullptr, "the gradient edge of a leaf accumulates");
     found.push_back(std::exchange(leaf->variable.mutable_grad(), at::Tensor()));
   }
@@ -232,10 +232,10 @@ void StageBackward::weights() {
       joint = {};
     }
   };
-  const Edge goal(std::make_shared<Goal>(), 0);
+  const Edge goal(make_node<Goal>(), 0);
   Edges wanted = split_->later;
   wanted.push_back(goal);
-  execute({Edge(std::make_shared<DirectCalls>(call_joints, goal), 0)}, {at::zeros({1})}, /*keep_graph=*/false,
+  execute({Edge(make_node<DirectCalls>(call_joints, goal), 0)}, {at::zeros({1})}, /*keep_graph=*/false,
           /*accumulate=*/false, wanted);
   if (!targets.empty()) execute(targets, found, /*keep_graph=*/false, /*accumulate=*/true, {});
   split_.reset();

@@ -17,6 +17,8 @@
 #include <memory>
 #include <vector>
 
+#include "core/torch_version/node.h"
+
 namespace ds::pipeline {
 
 class StageBackward {
@@ -38,11 +40,10 @@ class StageBackward {
   void weights();
 
  private:
-  using Node = torch::autograd::Node;
   using Edges = torch::autograd::edge_list;
   // A node whose weights wait for the second pass.
   struct Joint {
-    std::shared_ptr<Node> node;
+    NodePointer<> node;
     size_t first_capture = 0;         // among what the first pass captures
     std::vector<at::Tensor> flowing;  // into the node, kept by the first pass
   };

@@ -1,4 +1,5 @@
 #include "dsengine/activation_checkpoint.h"
+#include "core/torch_version/node.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -152,7 +153,7 @@ std::vector<at::Tensor> with_graph(std::shared_ptr<const Region> region, autogra
                                    const std::vector<at::Tensor>& outputs) {
   const std::vector<bool> shared = find_shared(outputs);
   const std::vector<OutputShape>& shapes = region->outputs;
-  const std::shared_ptr<autograd::Node> node(new CheckpointBackward(std::move(region)), autograd::deleteNode);
+  const NodePointer<> node = make_node<CheckpointBackward>(std::move(region));
   node->set_next_edges(std::move(edges));
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < outputs.size(); ++i) {

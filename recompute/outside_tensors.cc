@@ -84,7 +84,7 @@ std::vector<OutsideTensor> OutsideRecorder::take() {
 }
 
 OutsideCut::OutsideCut(const std::vector<OutsideTensor>& tensors)
-    : tensors_(tensors), node_(std::make_shared<OutsideGradients>()) {
+    : tensors_(tensors), node_(make_node<OutsideGradients>()) {
   before_.reserve(tensors.size());
   try {
     for (const OutsideTensor& outside : tensors) {

@@ -11,6 +11,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/torch_version/node.h"
+
 namespace ds::recompute {
 
 struct OutsideTensor {
@@ -52,13 +54,13 @@ class OutsideCut {
   OutsideCut& operator=(const OutsideCut&) = delete;
 
   // Its input i belongs to tensor i.
-  const std::shared_ptr<torch::autograd::Node>& node() const { return node_; }
+  const NodePointer<>& node() const { return node_; }
 
  private:
   void put_back();
 
   const std::vector<OutsideTensor>& tensors_;
-  std::shared_ptr<torch::autograd::Node> node_;
+  NodePointer<> node_;
   std::vector<torch::autograd::Edge> before_;
 };
 

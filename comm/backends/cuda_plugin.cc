@@ -69,7 +69,7 @@ __attribute__((constructor)) void open_at_start() {
 
 }  // namespace
 
-const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
+const CudaPlugin* open_cuda_plugin(const std::vector<std::string>& paths) {
   std::string reasons;
   void* library = nullptr;
   for (const std::string& path : paths) {
@@ -87,18 +87,18 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
   require<ConfigError>(plugin != nullptr && plugin->version == CudaPlugin::kVersion, kLibrary, ": expected version ",
                        CudaPlugin::kVersion, ", found ", plugin == nullptr ? 0 : plugin->version,
                        ". Build both libraries from one source tree");
-  return *plugin;
+  return plugin;
 }
 
 const CudaPlugin& cuda_plugin() {
-  static const CudaPlugin& plugin = open_cuda_plugin(places());
+  static const CudaPlugin* const kPlugin = open_cuda_plugin(places());
   static const bool kSeen = at::detail::getCUDAHooks().isBuilt();
   require<ConfigError>(kSeen, "device cuda: LibTorch looked for its CUDA library before ", kLibrary,
                        " was loaded, and finds it no more in this process. torch::manual_seed(), ",
                        "torch::cuda::is_available(), is_pinned() and backward() come after ",
                        "ds::engine::init_distributed() or initialize(): move them; or start the program with ",
                        kLibraryVariable, " set to the path of ", kLibrary, ", which is then loaded before main()");
-  return plugin;
+  return *kPlugin;
 }
 
 }  // namespace ds::comm

@@ -13,9 +13,9 @@
 namespace ds::compression {
 namespace {
 
-constexpr int kThreads = 256;  // of a block of CUDA's
-constexpr int kWarps = kThreads / kWarpLanes;
-constexpr int64_t kMostBlocks = 1 << 16;  // more work than this: warps take several turns
+constexpr int kBlockThreads = 256;  // of a block of CUDA's
+constexpr int kWarps = kBlockThreads / kWarpLanes;
+constexpr int64_t kMostValueBlocks = 1 << 16;  // more work than this: warps take several turns
 
 template <class Rule>
 __device__ void run_blocks(const Rule& rule, int64_t blocks) {
@@ -26,46 +26,47 @@ __device__ void run_blocks(const Rule& rule, int64_t blocks) {
 }
 
 template <class Format, int kPack>
-__global__ void __launch_bounds__(kThreads)
-    encode_kernel(const __grid_constant__ BlockArrays arrays, const void* values, uint8_t* encoded) {
+__global__ void __launch_bounds__(kBlockThreads)
+    encode_blocks_kernel(const __grid_constant__ BlockArrays arrays, const void* values, uint8_t* encoded) {
   run_blocks(BlockEncodeRule<Format, kPack>(arrays, values, encoded), arrays.blocks());
 }
 
 template <class Format, int kPack>
-__global__ void __launch_bounds__(kThreads)
-    sum_kernel(const __grid_constant__ BlockArrays arrays, const __grid_constant__ BlockParts parts, void* values) {
+__global__ void __launch_bounds__(kBlockThreads)
+    sum_blocks_kernel(const __grid_constant__ BlockArrays arrays, const __grid_constant__ BlockParts parts,
+                      void* values) {
   run_blocks(BlockSumRule<Format, kPack>(arrays, parts, values), arrays.blocks());
 }
 static_assert(sizeof(BlockArrays) + sizeof(BlockParts) + sizeof(void*) <= 4096, "arguments of a kernel");
 
-unsigned grid_of(const BlockArrays& arrays) {
-  return static_cast<unsigned>(std::min((arrays.blocks() + kWarps - 1) / kWarps, kMostBlocks));
+unsigned block_grid_of(const BlockArrays& arrays) {
+  return static_cast<unsigned>(std::min((arrays.blocks() + kWarps - 1) / kWarps, kMostValueBlocks));
 }
 
-const char* last_error() {
+const char* last_block_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-const char* launch_encode(const BlockArrays& arrays, const void* values, uint8_t* encoded, void* stream) {
+const char* launch_encode_blocks(const BlockArrays& arrays, const void* values, uint8_t* encoded, void* stream) {
   if (arrays.numel == 0) return nullptr;
   with_block_packs(arrays.format, values, &encoded, 1, [&](auto format, auto pack) {
-    encode_kernel<decltype(format), decltype(pack)::value>
-        <<<grid_of(arrays), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, values, encoded);
+    encode_blocks_kernel<decltype(format), decltype(pack)::value>
+        <<<block_grid_of(arrays), kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, values, encoded);
   });
-  return last_error();
+  return last_block_error();
 }
 
-const char* launch_sum(const BlockArrays& arrays, const BlockParts& parts, void* values, void* stream) {
+const char* launch_sum_blocks(const BlockArrays& arrays, const BlockParts& parts, void* values, void* stream) {
   if (arrays.numel == 0) return nullptr;
   with_block_packs(arrays.format, values, parts.of, parts.count, [&](auto format, auto pack) {
-    sum_kernel<decltype(format), decltype(pack)::value>
-        <<<grid_of(arrays), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, parts, values);
+    sum_blocks_kernel<decltype(format), decltype(pack)::value>
+        <<<block_grid_of(arrays), kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, parts, values);
   });
-  return last_error();
+  return last_block_error();
 }
 
-constexpr BlockDeviceKernels kCudaBlockKernels{launch_encode, launch_sum};
+constexpr BlockDeviceKernels kCudaBlockKernels{launch_encode_blocks, launch_sum_blocks};
 
 const bool kBlocksRegistered = (set_device_functions(&kCudaBlockKernels), true);
 

@@ -10,14 +10,14 @@
 namespace ds::compression {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, in a row
+constexpr int kSignThreads = 256;  // of a block, in a row
 constexpr int kWarp = 32;
 constexpr unsigned kWholeWarp = 0xFFFFFFFF;
 constexpr int kAtOnce = 4;  // elements that a thread loads before it works on them, which hides the time of a load
-constexpr int64_t kMostBlocks = 1 << 16;  // more work than this: blocks take several turns
-constexpr int64_t kGap = -1;              // in place of a range
+constexpr int64_t kMostSignBlocks = 1 << 16;  // more work than this: blocks take several turns
+constexpr int64_t kGap = -1;                  // in place of a range
 
-static_assert(kSignTile % (kAtOnce * kThreads) == 0, "all threads of a block take equally many elements of a tile");
+static_assert(kSignTile % (kAtOnce * kSignThreads) == 0, "all threads of a block take equally many elements of a tile");
 
 // The first index in [low, high) of ascending `numbers` whose number is above `limit`, `high` where there is none.
 __device__ int64_t first_above(const int64_t* numbers, int64_t limit, int64_t low, int64_t high) {
@@ -40,16 +40,16 @@ __device__ void for_each_element(const SignDeviceRanges& ranges, const Load& loa
     const int64_t tile_end = (tile + 1) * kSignTile;
     int64_t range = __ldg(ranges.first_ranges + tile);
     const int64_t last = __ldg(ranges.first_ranges + tile + 1);
-    for (int64_t first = tile * kSignTile + threadIdx.x; first < tile_end; first += kAtOnce * kThreads) {
+    for (int64_t first = tile * kSignTile + threadIdx.x; first < tile_end; first += kAtOnce * kSignThreads) {
       decltype(load(first)) loaded[kAtOnce] = {};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int64_t i = first + k * kThreads;
+        const int64_t i = first + k * kSignThreads;
         if (i < ranges.numel) loaded[k] = load(i);
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int64_t i = first + k * kThreads;
+        const int64_t i = first + k * kSignThreads;
         range = first_above(ranges.ends, i, range, last);
         const bool inside = i < ranges.numel && range < ranges.count && __ldg(ranges.begins + range) <= i;
         use(i, inside ? range : kGap, loaded[k]);
@@ -60,7 +60,7 @@ __device__ void for_each_element(const SignDeviceRanges& ranges, const Load& loa
 
 // The sum of what the threads of the block bring, for thread 0. The same tree always.
 __device__ double block_sum(double sum) {
-  __shared__ double of_warps[kThreads / kWarp];
+  __shared__ double of_warps[kSignThreads / kWarp];
   for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(kWholeWarp, sum, distance);
   __syncthreads();  // the last call's have been read
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
@@ -78,7 +78,7 @@ __global__ void sum_parts_kernel(SignDeviceRanges ranges, const float* __restric
     const int64_t end = min(ranges.ends[range], begin + kSignPart);
     double sum = 0;
 #pragma unroll 4
-    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    for (int64_t i = begin + threadIdx.x; i < end; i += kSignThreads) {
       const double value = values[i];
       sum += value * value;
     }
@@ -91,7 +91,7 @@ __global__ void scales_kernel(SignDeviceRanges ranges, const double* __restrict_
   for (int64_t range = blockIdx.x; range < ranges.count; range += gridDim.x) {
     const int64_t end = ranges.first_parts[range + 1];
     double sum = 0;
-    for (int64_t part = ranges.first_parts[range] + threadIdx.x; part < end; part += kThreads) sum += sums[part];
+    for (int64_t part = ranges.first_parts[range] + threadIdx.x; part < end; part += kSignThreads) sum += sums[part];
     sum = block_sum(sum);
     if (threadIdx.x != 0) continue;
     const int64_t length = ranges.ends[range] - ranges.begins[range];
@@ -99,8 +99,8 @@ __global__ void scales_kernel(SignDeviceRanges ranges, const double* __restrict_
   }
 }
 
-__global__ void encode_kernel(SignDeviceRanges ranges, float* __restrict__ values, const float* __restrict__ scales,
-                              uint8_t* __restrict__ bits) {
+__global__ void encode_signs_kernel(SignDeviceRanges ranges, float* __restrict__ values,
+                                    const float* __restrict__ scales, uint8_t* __restrict__ bits) {
   const auto use = [&](int64_t i, int64_t range, float value) {
     const bool plus = range != kGap && value >= 0.0F;
     const unsigned signs = __ballot_sync(kWholeWarp, plus);
@@ -115,8 +115,8 @@ __global__ void encode_kernel(SignDeviceRanges ranges, float* __restrict__ value
 
 __device__ float meaning_of(unsigned byte, int64_t i, float scale) { return byte >> (i % 8) & 1 ? scale : -scale; }
 
-__global__ void decode_kernel(SignDeviceRanges ranges, const uint8_t* __restrict__ bits,
-                              const float* __restrict__ scales, float* __restrict__ values) {
+__global__ void decode_signs_kernel(SignDeviceRanges ranges, const uint8_t* __restrict__ bits,
+                                    const float* __restrict__ scales, float* __restrict__ values) {
   const auto use = [&](int64_t i, int64_t range, unsigned byte) {
     if (i < ranges.numel) values[i] = range == kGap ? 0.0F : meaning_of(byte, i, scales[range]);
   };
@@ -129,8 +129,8 @@ struct Term {
   unsigned byte;
 };
 
-__global__ void add_kernel(SignDeviceRanges ranges, const uint8_t* __restrict__ bits, const float* __restrict__ scales,
-                           float* __restrict__ values) {
+__global__ void add_signs_kernel(SignDeviceRanges ranges, const uint8_t* __restrict__ bits,
+                                 const float* __restrict__ scales, float* __restrict__ values) {
   const auto use = [&](int64_t i, int64_t range, Term term) {
     if (range != kGap) values[i] = __fadd_rn(term.value, meaning_of(term.byte, i, scales[range]));
   };
@@ -146,8 +146,8 @@ __global__ void add_kernel(SignDeviceRanges ranges, const uint8_t* __restrict__ 
 template <class... Parameters, class... Arguments>
 const char* launch(int64_t work, void* stream, void (*kernel)(Parameters...), Arguments... arguments) {
   if (work == 0) return nullptr;
-  const auto blocks = static_cast<unsigned>(std::min(work, kMostBlocks));
-  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  const auto blocks = static_cast<unsigned>(std::min(work, kMostSignBlocks));
+  kernel<<<blocks, kSignThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
@@ -160,24 +160,24 @@ const char* launch_scales(const SignDeviceRanges& ranges, const float* values, d
   return error != nullptr ? error : launch(ranges.count, stream, scales_kernel, ranges, sums, scales);
 }
 
-const char* launch_encode(const SignDeviceRanges& ranges, float* values, const float* scales, uint8_t* bits,
-                          void* stream) {
-  return launch(tiles_of(ranges), stream, encode_kernel, ranges, values, scales, bits);
+const char* launch_encode_signs(const SignDeviceRanges& ranges, float* values, const float* scales, uint8_t* bits,
+                                void* stream) {
+  return launch(tiles_of(ranges), stream, encode_signs_kernel, ranges, values, scales, bits);
 }
 
-const char* launch_decode(const SignDeviceRanges& ranges, const uint8_t* bits, const float* scales, float* values,
-                          void* stream) {
-  return launch(tiles_of(ranges), stream, decode_kernel, ranges, bits, scales, values);
+const char* launch_decode_signs(const SignDeviceRanges& ranges, const uint8_t* bits, const float* scales, float* values,
+                                void* stream) {
+  return launch(tiles_of(ranges), stream, decode_signs_kernel, ranges, bits, scales, values);
 }
 
-const char* launch_add(const SignDeviceRanges& ranges, const uint8_t* bits, const float* scales, float* values,
-                       void* stream) {
-  return launch(tiles_of(ranges), stream, add_kernel, ranges, bits, scales, values);
+const char* launch_add_signs(const SignDeviceRanges& ranges, const uint8_t* bits, const float* scales, float* values,
+                             void* stream) {
+  return launch(tiles_of(ranges), stream, add_signs_kernel, ranges, bits, scales, values);
 }
 
-constexpr SignDeviceKernels kCudaKernels{launch_scales, launch_encode, launch_decode, launch_add};
+constexpr SignDeviceKernels kCudaSignKernels{launch_scales, launch_encode_signs, launch_decode_signs, launch_add_signs};
 
-const bool kRegistered = (set_device_functions(&kCudaKernels), true);
+const bool kSignsRegistered = (set_device_functions(&kCudaSignKernels), true);
 
 }  // namespace
 }  // namespace ds::compression

@@ -13,6 +13,7 @@
 
 #include "core/check.h"
 #include "core/split/whole_in_place.h"
+#include "core/torch_version/node.h"
 
 namespace ds {
 namespace {
@@ -122,7 +123,7 @@ struct SplitMeta : c10::BackendMeta {
   bool copied = false;
   bool joins_output = false;
   bool trained = false;  // a parameter, see Note [Flags of split parameters]
-  std::weak_ptr<Bridge> bridge;
+  WeakNodePointer<Bridge> bridge;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
     auto copy = c10::make_intrusive<SplitMeta>(*this);
@@ -177,8 +178,7 @@ void show_whole(c10::TensorImpl& impl, const at::Tensor& part, const Placement& 
 
 // Gives the split tensor an edge to its part's.
 void build_bridge(const at::Tensor& split, SplitMeta& meta) {
-  auto bridge = std::shared_ptr<Bridge>(new Bridge(meta.placement, meta.part, autograd::impl::gradient_edge(meta.part)),
-                                        autograd::deleteNode);
+  auto bridge = make_node<Bridge>(meta.placement, meta.part, autograd::impl::gradient_edge(meta.part));
   bridge->add_input_metadata(split);
   autograd::impl::set_gradient_edge(split, {bridge, 0});
   meta.bridge = bridge;
@@ -218,8 +218,7 @@ void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
 at::Tensor part_with_history(const at::Tensor& split, const SplitMeta& meta) {
   at::Tensor result = meta.part.detach();
   if (!at::GradMode::is_enabled()) return result;
-  auto node =
-      std::shared_ptr<PartGradient>(new PartGradient(meta.placement, split.sizes().vec()), autograd::deleteNode);
+  auto node = make_node<PartGradient>(meta.placement, split.sizes().vec());
   node->set_next_edges({autograd::impl::gradient_edge(split)});
   node->add_input_metadata(result);
   autograd::impl::set_gradient_edge(result, {node, 0});
@@ -378,7 +377,7 @@ SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole) {
   impl.set_autograd_meta(nullptr);
   impl.shallow_copy_from(whole.detach().getIntrusivePtr());  // all but history and version
   if (!meta.part.requires_grad()) return state;
-  auto node = std::shared_ptr<ShownWhole>(new ShownWhole(meta.name), autograd::deleteNode);
+  auto node = make_node<ShownWhole>(meta.name);
   node->add_input_metadata(parameter);
   autograd::impl::set_gradient_edge(parameter, {node, 0});
   parameter.set_requires_grad(true);

@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/replay/recomputation.h"
+#include "core/torch_version/node.h"
 #include "layers/batch_norm/batch_statistics.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "layers/layer_operators.h"
@@ -125,7 +126,8 @@ at::Tensor compute(LayerOverRanks layer, const Arguments& of) {
     output = normalize(input, of.tensors.weight, of.tensors.bias, statistics, of.eps);
   }
   layers::set_backward(output, of.input, of.tensors.weight, of.tensors.bias, [&] {
-    return new SyncBatchNormBackward(std::move(layer), of.input, of.tensors.weight, std::move(statistics), of.eps);
+    return make_node<SyncBatchNormBackward>(std::move(layer), of.input, of.tensors.weight, std::move(statistics),
+                                            of.eps);
   });
   return output;
 }

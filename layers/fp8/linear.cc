@@ -21,6 +21,7 @@
 #include "core/replay/own_results.h"
 #include "core/replay/replayed_values.h"
 #include "core/tensor_table.h"
+#include "core/torch_version/node.h"
 #include "core/transposed.h"
 #include "layers/fp8/product.h"
 #include "layers/layer_operators.h"
@@ -175,7 +176,7 @@ at::Tensor compute(LayerInUse layer, const Operands& of) {
   OwnResults::note();
   at::Tensor output = output_of(layer, of.input, of.weight, of.bias);
   layers::set_backward(output, of.input, of.weight, of.bias,
-                       [&] { return new Fp8LinearBackward(std::move(layer), of.input, of.weight); });
+                       [&] { return make_node<Fp8LinearBackward>(std::move(layer), of.input, of.weight); });
   return output;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/torch_version/node.h"
 #include "parallel/axis/collectives.h"
 
 namespace ds::parallel {
@@ -142,8 +143,7 @@ at::Tensor convert(const at::Tensor& x, const Conversion& conversion) {
     result = values_of(conversion, x);
   }
   if (differentiable) {
-    auto node = std::shared_ptr<ConversionBackward>(new ConversionBackward(inverse_of(conversion)),
-                                                    torch::autograd::deleteNode);
+    auto node = make_node<ConversionBackward>(inverse_of(conversion));
     node->set_next_edges({torch::autograd::impl::gradient_edge(x)});
     torch::autograd::set_history(result, node);
   }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/torch_version/node.h"
 #include "parallel/axis/axis.h"
 #include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
@@ -65,9 +66,9 @@ class BeginSum : public autograd::Node {
 at::Tensor with_overlapped_gradient(const at::Tensor& values, const at::Tensor& from, const Placement& placement) {
   const auto begun = std::make_shared<BegunCollective>();
   // In this order, for their numbers.
-  const auto wait = std::shared_ptr<WaitForSum>(new WaitForSum(begun), autograd::deleteNode);
+  const auto wait = make_node<WaitForSum>(begun);
   const uint64_t beside = at::sequence_number::get_and_increment();
-  const auto begin = std::shared_ptr<BeginSum>(new BeginSum(placement, begun, beside), autograd::deleteNode);
+  const auto begin = make_node<BeginSum>(placement, begun, beside);
   wait->set_next_edges({autograd::impl::gradient_edge(from)});
   wait->add_input_metadata(from);
   begin->set_next_edges({autograd::Edge(wait, 0)});

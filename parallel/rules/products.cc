@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/torch_version/node.h"
 #include "parallel/axis/conversions.h"
 #include "parallel/axis/overlap.h"
 #include "parallel/rules/dtypes.h"
@@ -90,15 +91,14 @@ bool can_overlap(const LayerFactors& factors) {
 // the sum of the input's gradient over the ranks (Megatron-LM's asynchronous tensor-parallel all-reduce; DeepSpeed's
 // tp_overlap_comm). The gradients have the bits of at::linear's.
 at::Tensor with_overlapped_gradients(const at::Tensor& product, const LayerFactors& factors) {
-  const auto of_weight = std::shared_ptr<LayerWeightBackward>(
-      new LayerWeightBackward(*number_beside(factors.x), factors), autograd::deleteNode);
+  const auto of_weight = make_node<LayerWeightBackward>(*number_beside(factors.x), factors);
   autograd::edge_list edges = {autograd::impl::gradient_edge(factors.weight)};
   if (factors.bias.defined()) {
     edges.push_back(factors.bias.requires_grad() ? autograd::impl::gradient_edge(factors.bias) : autograd::Edge());
   }
   of_weight->set_next_edges(std::move(edges));
   of_weight->add_input_metadata(product);
-  const auto of_input = std::shared_ptr<LayerInputBackward>(new LayerInputBackward(factors), autograd::deleteNode);
+  const auto of_input = make_node<LayerInputBackward>(factors);
   of_input->set_next_edges({autograd::impl::gradient_edge(factors.x), autograd::Edge(of_weight, 0)});
   at::Tensor result = product;
   autograd::set_history(result, of_input);

@@ -18,6 +18,7 @@
 #include "core/replay/memory_writes.h"
 #include "core/replay/own_results.h"
 #include "core/split/split_tensor.h"
+#include "core/torch_version/node.h"
 #include "recompute/modules/operator_log.h"
 #include "recompute/modules/saved_tensor.h"
 
@@ -125,7 +126,7 @@ class WatchedEngine : public autograd::Engine {
     return get_base_engine().execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(const std::shared_ptr<autograd::GraphTask>& task,
-                                                                 std::shared_ptr<autograd::Node> root,
+                                                                 NodePointer<> root,
                                                                  autograd::InputBuffer&& inputs) override {
     Watch::current().end();
     return get_base_engine().execute_with_graph_task(task, std::move(root), std::move(inputs));
