@@ -24,7 +24,6 @@
 #include "loops/backward_pass.h"
 #include "loops/first_values.h"
 #include "loops/gather_control.h"
-#include "loops/gradient_marks.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
 #include "loops/slice_leaves.h"

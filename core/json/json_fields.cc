@@ -1,10 +1,11 @@
 #include "core/json/json_fields.h"
 
+#include <unordered_set>
+
 #include "core/json/near_miss.h"
 #include "core/text.h"
 
 namespace ds {
-
 using nlohmann::ordered_json;
 
 namespace {
@@ -14,6 +15,35 @@ std::string number_in_words(double value) {
 }
 
 }  // namespace
+
+bool ObjectKeys::has_object(const JsonKey& key) const {
+  return (has(key.name) && at(key.name).is_object()) ||
+         (!key.alias.empty() && has(key.alias) && at(key.alias).is_object());
+}
+
+const ordered_json* ObjectKeys::peek(const std::string& key) const {
+  return has(key) && at(key) != kJsonAuto ? &at(key) : nullptr;
+}
+
+std::string ObjectKeys::spelling(const JsonKey& key) const {
+  if (has(key.name)) return key.name;
+  return !key.alias.empty() && has(key.alias) ? key.alias : "";
+}
+
+void ObjectKeys::declare(const JsonKey& key) {
+  declared_.push_back(key.name);
+  if (!key.alias.empty()) declared_.push_back(key.alias);
+}
+
+std::vector<std::string> ObjectKeys::undeclared() const {
+  std::vector<std::string> keys;
+  if (object_ == nullptr) return keys;
+  const std::unordered_set<std::string> known(declared_.begin(), declared_.end());
+  for (const auto& [key, value] : object_->items()) {
+    if (!known.contains(key)) keys.push_back(key);
+  }
+  return keys;
+}
 
 bool JsonRange::accepts(double value) const {
   if (minimum && (open_minimum ? value <= *minimum : value < *minimum)) return false;

@@ -14,16 +14,35 @@
 #include "launcher/processes/signal_policy.h"
 #include "launcher/ranks/failure_report.h"
 #include "launcher/ranks/first_launcher.h"
-#include "launcher/ranks/joined_ranks.h"
 #include "launcher/ranks/output_relay.h"
 
 namespace ds::launcher {
+
+// Tells which ranks have joined the others; see core/files/joined_file.h.
+class JoinedRanks {
+ public:
+  // `files`: the file of each rank; empty: it is not known which ranks have joined.
+  explicit JoinedRanks(std::vector<std::string> files) : files_(std::move(files)) {}
+  JoinedRanks(const JoinedRanks&) = delete;
+  JoinedRanks& operator=(const JoinedRanks&) = delete;
+  ~JoinedRanks();  // removes the files
+
+  bool has(size_t rank) const;
+  bool any() const;
+
+ private:
+  std::vector<std::string> files_;
+};
+
+// Whether the program at `file` is linked with dsengine, as far as its text tells: a script that starts one, or one
+// that has the library inside, is none.
+bool uses_dsengine(const std::string& file);
 
 struct JobPlan {
   std::string file;                                    // program
   std::vector<std::string> words;                      // argv
   std::vector<std::vector<std::string>> environments;  // one for each rank
-  std::vector<std::string> joined_files;               // one for each rank, see joined_ranks.h; or empty
+  std::vector<std::string> joined_files;               // one for each rank, see JoinedRanks; or empty
   std::vector<std::vector<int>> cpus;                  // one for each rank, or empty: not bound
   std::string launch_id;
   std::string flight_folder;  // the ranks' flight records, see failure_report.h

@@ -1,4 +1,4 @@
-#include "zero/reduction/late_reductions.h"
+#include "zero/reduction/reduction_queue.h"
 
 #include <gtest/gtest.h>
 

@@ -1,10 +1,13 @@
-#include "engine/setup/compression_setup.h"
+#include "engine/setup/layer_setup.h"
 
 #include <string>
 
+#include "comm/subgroups.h"
 #include "config/compression_rules.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "dsengine/model_compression.h"
+#include "layers/batch_norm/converted_layers.h"
 #include "layers/compressed/compressed_model.h"
 
 namespace ds::engine {
@@ -33,6 +36,21 @@ void set_up_compression(const InitializeOptions& options, const config::DsConfig
                        "has its teacher's values; call engine::init_compression(*model, config, teacher) before ",
                        "initialize() (dsengine/model_compression.h)");
   init_compression(*options.model, config.text);
+}
+
+size_t layers_that_wait_for_ranks(torch::nn::Module& module) { return norm::layers_without_ranks(module).size(); }
+
+void set_up_batch_norms(ModelState& model, const config::DsConfig& config) {
+  comm::Communicator& ranks = *model.ranks.part;
+  if (config.broadcast_buffers && ranks.size() > 1) {
+    model.ranks.groups.buffers = comm::own_group(ranks, comm::consecutive_ranks(ranks.size(), ranks.size()), "buffers");
+  }
+  const auto layers =
+      config.sync_batchnorm ? norm::batch_norms_of(*model.module) : norm::layers_without_ranks(*model.module);
+  model.ranks.groups.norms = norm::give_ranks(layers, ranks);
+  if (config.sync_batchnorm && layers.empty() && !model.plan.pipeline && ranks.rank() == 0) {
+    log::warning("sync_batchnorm: expected BatchNorm1d, 2d or 3d layers in the model, found none");
+  }
 }
 
 }  // namespace ds::engine
