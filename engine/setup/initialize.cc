@@ -20,7 +20,6 @@
 #include "engine/setup/client_setup.h"
 #include "engine/setup/fp8_setup.h"
 #include "engine/setup/join_ranks.h"
-#include "engine/setup/model_dtypes.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
 #include "engine/setup/seed.h"
