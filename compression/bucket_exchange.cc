@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "core/slices/segment_gaps.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::compression {
 

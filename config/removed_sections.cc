@@ -14,11 +14,11 @@ namespace {
 using SparsityMode = ops::SparsityMode;
 
 const std::map<std::string, SparsityMode> kSparsityModes = {{"dense", SparsityMode::kDense},
-                                                    {"fixed", SparsityMode::kFixed},
-                                                    {"variable", SparsityMode::kVariable},
-                                                    {"bigbird", SparsityMode::kBigBird},
-                                                    {"bslongformer", SparsityMode::kBSLongformer},
-                                                    {"sliding_window", SparsityMode::kSlidingWindow}};
+                                                            {"fixed", SparsityMode::kFixed},
+                                                            {"variable", SparsityMode::kVariable},
+                                                            {"bigbird", SparsityMode::kBigBird},
+                                                            {"bslongformer", SparsityMode::kBSLongformer},
+                                                            {"sliding_window", SparsityMode::kSlidingWindow}};
 
 void describe(JsonFields& json, LayerReductionSection& s) {
   json.field("enabled", s.enabled);

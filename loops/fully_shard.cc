@@ -89,7 +89,7 @@ bool is_inside(const torch::nn::Module& inner, const torch::nn::Module& outer) {
 
 // Returns the buckets of a sharded model with parameters of a module; all of them for the outermost one. Frozen ones
 // come last.
-std::vector<size_t> buckets_of(const engine::ModelState& state, const torch::nn::Module& module) {
+std::vector<size_t> buckets_with(const engine::ModelState& state, const torch::nn::Module& module) {
   std::vector<size_t> buckets;
   std::unordered_set<const void*> own;
   for (const at::Tensor& parameter : module.parameters()) {
@@ -186,7 +186,7 @@ ShardedModel& ShardUnit::model_in_pass(const char* call) const {
 }
 
 std::vector<size_t> ShardUnit::buckets(const char* call) const {
-  return buckets_of(model_in_pass(call).state(), *module_);
+  return buckets_with(model_in_pass(call).state(), *module_);
 }
 
 ShardedModel& ShardUnit::model(const char* call) const {

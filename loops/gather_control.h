@@ -29,7 +29,8 @@ class GatherControl {
   // Gathers `buckets` ahead when one of `when` is used in forward or in backward.
   void prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward);
 
-  // Begins a backward pass with the gatherer. `update_follows`: an optimizer may step after it.
+  // Begins a backward pass with the gatherer, whose own end_backward() is called before end_pass(). `update_follows`:
+  // an optimizer may step after it.
   void begin_backward(bool update_follows);
   // Reshards, at the end of a backward pass, the buckets that do not stay full after it, and ends it with the gatherer.
   void end_pass();

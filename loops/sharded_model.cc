@@ -247,7 +247,7 @@ void ShardedModel::end_as_unit() {
 }
 
 void ShardedModel::end() {
-  watch_.reset();
+  watch_.reset();  // first: it looks at marks_
   marks_.reset();
   pass_.reset();
   state_.gradients.reducer.reset();

@@ -55,13 +55,15 @@ void* SliceBuffers::load(int64_t slice, int64_t bytes) {
 bool SliceBuffers::unload(int64_t slice) {
   Buffer* const buffer = find(slice);
   ensure(buffer != nullptr && buffer->loads > 0, "a slice is unloaded as often as it was loaded");
-  --buffer->loads;
+  return --buffer->loads == 0;
+}
+
+void SliceBuffers::note_copies(int64_t slice) {
+  Buffer* const buffer = find(slice);
+  if (device_.is_cpu() || buffer == nullptr) return;
   // Copies to the device only read the buffer: they do not keep the host waiting before another slice needs it.
-  if (!device_.is_cpu()) {
-    buffer->copied = std::make_shared<c10::Event>(device_.type());
-    buffer->copied->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  }
-  return buffer->loads == 0;
+  buffer->copied = std::make_shared<c10::Event>(device_.type());
+  buffer->copied->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void SliceBuffers::write(int64_t slice) {
@@ -203,6 +205,7 @@ void FileSlices::unload(const at::Tensor& slice, bool changed) {
   const int64_t index = index_of(slice);
   if (index < 0) return;
   if (buffers_.unload(index)) take_storage(slice);
+  buffers_.note_copies(index);
   if (!changed) return;
   if (copies_) copies_->drop(index);
   buffers_.write(index);

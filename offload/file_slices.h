@@ -40,6 +40,8 @@ class SliceBuffers {
   void* load(int64_t slice, int64_t bytes);
   // Ends one load() of a slice; returns whether none is left.
   bool unload(int64_t slice);
+  // Notes that the device's stream has been given copies of the slice up to here.
+  void note_copies(int64_t slice);
   // Begins to write a slice whose elements are in a buffer. Throws IoError.
   void write(int64_t slice);
   // Begins to read a slice where a buffer is free beside one, which stays for a load that nobody foresaw.
@@ -49,7 +51,8 @@ class SliceBuffers {
 
   // Waits until the file has what was written of a slice. Throws IoError.
   void finish_write(int64_t slice);
-  // Tells whether the file has what was written of a slice, without waiting. finish_write() says what went wrong.
+  // Tells whether the file has what was written of a slice, without waiting. require_intact(), else finish_write(),
+  // says what went wrong.
   bool has_written(int64_t slice);
   // Throws IoError with the reason once a write has failed.
   void require_intact() const { require<IoError>(failure_.empty(), failure_); }

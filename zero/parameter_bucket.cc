@@ -124,13 +124,18 @@ at::Tensor BucketStorage::value_of(size_t position) const {
 
 void BucketStorage::take_back(size_t position, const at::Tensor& values) const {
   const at::NoGradGuard no_grad;
-  if (values.defined() && (!released_ || allocated())) views_[position].copy_(values);
+  if (!released_ || allocated()) views_[position].copy_(values);
+  point_back(position);
+}
+
+void BucketStorage::point_back(size_t position) const {
   const at::Tensor& tensor = parameters_[position].tensor;
   tensor.set_data(views_[position]);
   if (released_ && !allocated()) tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(released_);
 }
 
 void BucketStorage::take_values_back() const {
+  ensure(!released_ || allocated(), "values are taken back into memory");
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_here(i)) take_back(i, value_of(i));
@@ -142,7 +147,7 @@ const Parameter* BucketStorage::take_parameters_back() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (is_here(i)) continue;
     found = &parameters_[i];
-    take_back(i, at::Tensor());
+    point_back(i);
   }
   return found;
 }

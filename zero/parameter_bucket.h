@@ -66,6 +66,7 @@ class BucketStorage {
   // Points the parameter at `position` to the buffer again, which takes `values` over (undefined: none) where it has
   // memory.
   void take_back(size_t position, const at::Tensor& values) const;
+  void point_back(size_t position) const;
   // Takes parameters back that the program has given other memory (torch::load, set_data): copies what they hold to the
   // buffer, which has memory, in its dtype, and points them there again. Throws as value_of() does.
   void take_values_back() const;

@@ -46,8 +46,8 @@ struct CudaPlugin {
 };
 
 // Opens the first library of `paths` that the loader takes. Throws ConfigError that says how to build it when none can
-// be loaded (with the loader's reason for each), or when it is of another version. The result is never null and stays until the
-// process ends.
+// be loaded (with the loader's reason for each), or when it is of another version. The result is never null and stays
+// until the process ends.
 const CudaPlugin* open_cuda_plugin(const std::vector<std::string>& paths);
 
 // Opens the library once: the one that the environment variable DS_CUDA_LIBRARY names, else that beside libdsengine,

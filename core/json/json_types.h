@@ -65,7 +65,7 @@ std::vector<std::string> enum_names(const std::vector<std::pair<std::string, E>>
 // The treatment of a key that no field has named.
 enum class UnknownKeys {
   kRefuse,         // an error
-  kRefuseAndList,  // an error that lists the known keys
+  kRefuseAndList,  // an error that lists the known keys, where neither a near one nor a meaning is known
   kWarn,           // a warning; an error when it is nearly a known key
   kRefuseNearly    // nearly known keys are errors; of others only those whose meaning is known are told
 };

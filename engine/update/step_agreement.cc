@@ -99,19 +99,22 @@ std::string described(const Numbers& numbers, int rank) {
 // Sums over up to 4096 ranks of numbers of so many bits, and of their squares, are exact.
 constexpr uint64_t kMask = (uint64_t{1} << 16) - 1;
 
-enum Place : int64_t {
-  kLoss,
-  kWithLoss,
-  kAxisProblem,
-  kStep,
-  kPosition = kStep + 2,
-  kChanges = kPosition + 2,
-  kGradientChanges = kChanges + 2,
-  kBuffers = kGradientChanges + 2,
-  kGathers = kBuffers + 2  // of the first group; the others follow
+// The places of the numbers that all ranks of the world add up.
+struct WorldPlace {
+  enum : int64_t {
+    kLoss,
+    kWithLoss,
+    kAxisProblem,
+    kStep,
+    kPosition = kStep + 2,
+    kChanges = kPosition + 2,
+    kGradientChanges = kChanges + 2,
+    kBuffers = kGradientChanges + 2,
+    kGathers = kBuffers + 2  // of the first group; the others follow
+  };
 };
 
-int64_t places(const StepFacts& facts) { return kGathers + int64_t{2} * facts.gather_groups; }
+int64_t places(const StepFacts& facts) { return WorldPlace::kGathers + int64_t{2} * facts.gather_groups; }
 
 uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
 
@@ -129,14 +132,14 @@ bool all_equal(const double* sums, int ranks) {
 // Puts the verdict of an axis, which the host does not know yet, into `values` on the device.
 void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
-  values.select(0, kAxisProblem).copy_(axis.problem());
+  values.select(0, WorldPlace::kAxisProblem).copy_(axis.problem());
   const at::Tensor all = axis.changes();
   constexpr auto kBits = static_cast<int64_t>(kMask);
   at::Tensor changes = all.bitwise_and(kBits);
   for (const int shift : {16, 32, 48})
     changes = changes.bitwise_xor(at::bitwise_right_shift(all, shift).bitwise_and(kBits));
-  values.select(0, kChanges).copy_(changes);
-  values.select(0, kChanges + 1).copy_(changes * changes);
+  values.select(0, WorldPlace::kChanges).copy_(changes);
+  values.select(0, WorldPlace::kChanges + 1).copy_(changes * changes);
 }
 
 }  // namespace
@@ -210,16 +213,16 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   const CheckTime::Scope time;
   const at::Tensor values = at::zeros({places(facts_)}, at::kDouble);
   auto* const numbers = values.mutable_data_ptr<double>();
-  numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
-  numbers[kAxisProblem] = facts_.axis_problem.empty() ? 0.0 : 1.0;
-  put(numbers + kStep, folded(static_cast<uint64_t>(facts_.step)));
-  put(numbers + kPosition, folded(facts_.position));
-  put(numbers + kChanges, folded(facts_.changes));
-  put(numbers + kGradientChanges, folded(facts_.gradient_changes));
-  put(numbers + kBuffers, folded(facts_.buffers));
-  put(numbers + kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
+  numbers[WorldPlace::kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
+  numbers[WorldPlace::kAxisProblem] = facts_.axis_problem.empty() ? 0.0 : 1.0;
+  put(numbers + WorldPlace::kStep, folded(static_cast<uint64_t>(facts_.step)));
+  put(numbers + WorldPlace::kPosition, folded(facts_.position));
+  put(numbers + WorldPlace::kChanges, folded(facts_.changes));
+  put(numbers + WorldPlace::kGradientChanges, folded(facts_.gradient_changes));
+  put(numbers + WorldPlace::kBuffers, folded(facts_.buffers));
+  put(numbers + WorldPlace::kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
-  if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
+  if (facts_.loss.defined()) values_.select(0, WorldPlace::kLoss).copy_(facts_.loss);
   if (facts_.axis) put_axis(*facts_.axis, values_);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
@@ -244,8 +247,8 @@ std::optional<double> StepAgreement::loss() const {
   if (!sums_.defined()) return std::nullopt;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   if (ranks_.size() == 1) return numbers[0];
-  if (numbers[kWithLoss] != ranks_.size()) return std::nullopt;
-  return numbers[kLoss] / ranks_.size();
+  if (numbers[WorldPlace::kWithLoss] != ranks_.size()) return std::nullopt;
+  return numbers[WorldPlace::kLoss] / ranks_.size();
 }
 
 void StepAgreement::read_axis() {
@@ -262,13 +265,13 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   begin_reading();
   if (ranks_.size() == 1) return loss();
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
-  if (numbers[kAxisProblem] > 0) {
-    parted = updated || numbers[kChanges] > 0;  // of any axis: all ranks say so alike
+  if (numbers[WorldPlace::kAxisProblem] > 0) {
+    parted = updated || numbers[WorldPlace::kChanges] > 0;  // of any axis: all ranks say so alike
     require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }
-  if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");
-  if (!all_equal(numbers + kPosition, ranks_.size())) {
+  if (!all_equal(numbers + WorldPlace::kStep, ranks_.size())) explain("are at different steps");
+  if (!all_equal(numbers + WorldPlace::kPosition, ranks_.size())) {
     explain(
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
         "out");
@@ -281,14 +284,14 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where they "
         "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
   }
-  if (!all_equal(numbers + kChanges, ranks_.size())) {
+  if (!all_equal(numbers + WorldPlace::kChanges, ranks_.size())) {
     parted = true;
     explain(
         "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
         "the same values on every rank, or change them in a scope of engine->gathered_parameters(parameters, "
         "/*modifier_rank=*/0)");
   }
-  if (!all_equal(numbers + kGradientChanges, ranks_.size())) {
+  if (!all_equal(numbers + WorldPlace::kGradientChanges, ranks_.size())) {
     parted = updated;
     explain(
         "have changed the gradients of the step in different ways (clip_grad_norm_(), safe_set_full_grad(), .grad in "
@@ -303,12 +306,12 @@ bool StepAgreement::differs() const {
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };
-  return numbers[kAxisProblem] > 0 || !equal(kStep) || !equal(kPosition) || !equal(kChanges) ||
-         !equal(kGradientChanges) || gathers_differ();
+  return numbers[WorldPlace::kAxisProblem] > 0 || !equal(WorldPlace::kStep) || !equal(WorldPlace::kPosition) ||
+         !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || gathers_differ();
 }
 
 bool StepAgreement::gathers_differ() const {
-  const auto* const numbers = sums_.numbers().const_data_ptr<double>() + kGathers;
+  const auto* const numbers = sums_.numbers().const_data_ptr<double>() + WorldPlace::kGathers;
   for (int group = 0; group < facts_.gather_groups; ++group) {
     if (!all_equal(numbers + int64_t{2} * group, ranks_.size() / facts_.gather_groups)) return true;
   }
@@ -317,7 +320,7 @@ bool StepAgreement::gathers_differ() const {
 
 bool StepAgreement::buffers_differ() const {
   if (ranks_.size() == 1 || !sums_.defined()) return false;
-  return !all_equal(sums_.numbers().const_data_ptr<double>() + kBuffers, ranks_.size());
+  return !all_equal(sums_.numbers().const_data_ptr<double>() + WorldPlace::kBuffers, ranks_.size());
 }
 
 // Every rank's own words, exchanged only now.

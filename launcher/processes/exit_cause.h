@@ -1,4 +1,4 @@
-// How a process ended, in words; launcher/ranks/job.cc notices that it did. Pure.
+// How a process ended, in words; launcher/processes/rank_processes.cc notices that it did. Pure.
 #pragma once
 
 #include <string>

@@ -82,7 +82,7 @@ void GradientBucket::set_aside() {
   } else {
     sum_.add(own);
   }
-  buffer_.clear();
+  buffer_.clear();  // a buffer that the sum has taken is empty already
   state_ = next;
 }
 

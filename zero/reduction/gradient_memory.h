@@ -26,8 +26,8 @@ class GradientBuffer {
   // Takes over `gradient`, the strided values of the .grad of the parameter at `position`: adds them to what the buffer
   // holds of earlier passes. Plain gradients, which autograd has added to, replace it.
   void collect(size_t position, const at::Tensor& gradient);
-  // Gives the other parameters zeros; with plain gradients, what .grad holds. `seen`: for each parameter, whether this
-  // rank has used it since the last reduction.
+  // Gives the parameters whose gradients were not collected zeros; with plain gradients, what .grad holds. `seen`: for
+  // each parameter, whether this rank has used it since the last reduction.
   void fill_missing(const std::vector<char>& seen);
   // Counts all parameters as without a gradient. The memory and the parameters' .grad stay.
   void forget_filled();

@@ -174,7 +174,7 @@ void GradientReducer::end_backward() {
   waits_for_end_ = false;
   const bool reduces = state_ == PassState::kReducing;
   state_ = after(state_, PassEvent::kEnd);
-  if (reduces) queue_.end_pass();
+  if (reduces) queue_.launch_rest();
 }
 
 void GradientReducer::abandon_backward() {

@@ -70,7 +70,7 @@ void ReductionQueue::begin_pass(std::vector<char> in_pass) {
   }
 }
 
-void ReductionQueue::end_pass() {
+void ReductionQueue::launch_rest() {
   launch_next(/*all=*/true);
   if (exchange_.options().transient() || exchange_.options().leave_in_backward) retire(0, /*inside_backward=*/false);
 }

@@ -73,7 +73,7 @@ class ReductionQueue {
   // Launches the buckets whose turn it is and whose gradients are all there. Called inside backward.
   void launch_ready() { launch_next(/*all=*/false); }
   // Ends a pass that reduces: launches the rest of its buckets, whatever gradients they have.
-  void end_pass();
+  void launch_rest();
   // Launches all buckets that are not launched yet.
   void launch_all();
   // Waits for all reductions under way.
