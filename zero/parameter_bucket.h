@@ -63,10 +63,10 @@ class BucketStorage {
   bool is_here(size_t position) const;
   // The values of the parameter at `position`. Throws UsageError where they have another shape than its view.
   at::Tensor value_of(size_t position) const;
-  // Points the parameter at `position` to the buffer again, which takes `values` over (undefined: none) where it has
-  // memory.
-  void take_back(size_t position, const at::Tensor& values) const;
+  // Points the parameter at `position` to the buffer again.
   void point_back(size_t position) const;
+  // Does so after the buffer has taken over `values`, where it has memory.
+  void take_back(size_t position, const at::Tensor& values) const;
   // Takes parameters back that the program has given other memory (torch::load, set_data): copies what they hold to the
   // buffer, which has memory, in its dtype, and points them there again. Throws as value_of() does.
   void take_values_back() const;

@@ -305,7 +305,7 @@ bool StepAgreement::differs() const {
     return !facts_.axis_problem.empty() || (facts_.axis && !facts_.axis->verdict().problem.empty());
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
-  const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };
+  const auto equal = [&](int64_t place) { return all_equal(numbers + place, ranks_.size()); };
   return numbers[WorldPlace::kAxisProblem] > 0 || !equal(WorldPlace::kStep) || !equal(WorldPlace::kPosition) ||
          !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || gathers_differ();
 }
