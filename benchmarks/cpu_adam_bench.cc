@@ -32,7 +32,7 @@
 #include "core/check.h"
 #include "core/host_threads.h"
 #include "optim/optimizer_factory.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace {
 

@@ -6,19 +6,41 @@
 // one of a part of its tensor, and 1 otherwise, which builds from before can read.
 #pragma once
 
-#include <nlohmann/json.hpp>
-
 #include <cstdint>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/source/training_state.h"
-#include "checkpoint/stored_part.h"
+#include "core/split/tensor_part.h"
 #include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
+
+struct StoredPart {
+  Cut cut;
+  int index = 0;
+  int count = 1;
+
+  bool operator==(const StoredPart&) const = default;
+};
+
+// Returns the part as an index names it: cuts that give the same parts compare equal.
+StoredPart stored_part_of(const TensorPart& part);
+
+// {"dim", "index", "count"}, and where they are not the usual ones "blocks", "repeats", "grain", "order": "zigzag".
+nlohmann::json to_json(const StoredPart& part);
+// Throws IoError that begins with `where`, and passes on what the JSON library throws: numbers that are none of a part.
+StoredPart stored_part_from(const nlohmann::json& value, const std::string& where);
+
+// The part of a tensor of `sizes`. Throws IoError that begins with `where` when it fits no such tensor. Takes time for
+// the listed blocks, whatever the numbers are.
+TensorPart tensor_part_of(const StoredPart& part, const std::vector<int64_t>& sizes, const std::string& where);
+
+// "part 1 of 4", for messages.
+std::string name_of(const StoredPart& part);
 
 // A run of elements of a logical tensor, or of one rank's part of it, as one tensor of a file: under the tensor's name
 // and shape if it is whole, as a flat one "NAME@OFFSET" otherwise. A part is stored as "NAME@part-INDEX-of-COUNT" with

@@ -1,4 +1,4 @@
-#include "dsengine/config_parallel.h"
+#include "dsengine/config_zero.h"
 
 #include "config/describe.h"
 

@@ -1,6 +1,6 @@
-// The keys of zero_optimization: names and checks. Their defaults are in the structs of dsengine/config_parallel.h, and
+// The keys of zero_optimization: names and checks. Their defaults are in the structs of dsengine/config_zero.h, and
 // config/plan decides with them: reduce_bucket_size limits buckets there, which zero/partition.cc cuts.
-#include "dsengine/config_parallel.h"
+#include "dsengine/config_zero.h"
 
 #include "config/describe.h"
 #include "core/check.h"

@@ -49,10 +49,10 @@ void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
 
 // Gives all engines of a pass one loss scale, the smallest, which dynamic ones follow.
 void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
-  double smallest = engines.front()->accumulation->loss_scale();
-  for (const Engine::Impl* const engine : engines) smallest = std::min(smallest, engine->accumulation->loss_scale());
+  double smallest = engines.front()->scaled_backward->loss_scale();
+  for (const Engine::Impl* const engine : engines) smallest = std::min(smallest, engine->scaled_backward->loss_scale());
   for (Engine::Impl* const engine : engines) {
-    const double own = engine->accumulation->loss_scale();
+    const double own = engine->scaled_backward->loss_scale();
     if (own == smallest) continue;
     require(engine->loss_scaler && engine->loss_scaler->dynamic() && engine->order.micro_batches.at_start(),
             "backward(loss, engines): expected one loss scale, found ", own, " (of ", engine->state.module->name(),
@@ -98,7 +98,7 @@ void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt
   } else {
     engine.batches.lose_loss();
   }
-  engine.accumulation->begin_micro_batch(micro_batch);
+  engine.scaled_backward->begin_micro_batch(micro_batch);
   engine.step->note_gradient_change(engine.shown->take_back());
 }
 
@@ -106,7 +106,7 @@ void run_backward(Engine::Impl& engine, const std::function<void()>& pass) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
   // It acts after a pass that throws, too; not before the pass, for what that computes again is of this micro-batch.
   const NextBatch next{engine.state.tensor.get()};
-  engine.accumulation->run(counter.boundary_is_known() && counter.at_boundary(), pass);
+  engine.scaled_backward->run(counter.boundary_is_known() && counter.at_boundary(), pass);
 }
 
 void end_backward(Engine::Impl& engine) {
@@ -118,7 +118,7 @@ void end_backward(Engine::Impl& engine) {
   if (state.ranks.groups.buffers && synchronizes) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   counter.note_backward();
   const After pass = reduced ? After::kLastGradient : counter.at_boundary() ? After::kUnreduced : After::kPart;
-  engine.shown->show(pass, engine.accumulation->scales_loss());
+  engine.shown->show(pass, engine.scaled_backward->scales_loss());
   engine.reporter->backward_ends();
 }
 
@@ -129,8 +129,8 @@ at::Tensor backward_of_loss(Engine::Impl& engine, const at::Tensor& loss, bool r
   const Phases::Scope phase(engine.phases, "backward");
   const Autocast::Pause pause(engine.state.ranks.device.type());
   begin_backward(engine, loss, scale_wrt_gas);
-  const at::Tensor averaged = scale_wrt_gas ? engine.accumulation->averaged(loss) : loss;
-  const at::Tensor scaled = engine.accumulation->scaled(averaged);
+  const at::Tensor averaged = scale_wrt_gas ? engine.scaled_backward->averaged(loss) : loss;
+  const at::Tensor scaled = engine.scaled_backward->scaled(averaged);
   run_backward(engine, [&] { scaled.backward({}, retain_graph); });
   end_backward(engine);
   return averaged.detach();
@@ -147,7 +147,7 @@ void backward_of_tensor(Engine::Impl& engine, const at::Tensor& out, const at::T
   const Phases::Scope phase(engine.phases, "backward");
   const Autocast::Pause pause(engine.state.ranks.device.type());
   begin_backward(engine, {}, scale_wrt_gas);
-  const at::Tensor scaled = engine.accumulation->scaled(scale_wrt_gas ? engine.accumulation->averaged(out) : out);
+  const at::Tensor scaled = engine.scaled_backward->scaled(scale_wrt_gas ? engine.scaled_backward->averaged(out) : out);
   const at::Tensor seed = gradient.detach().to(scaled.options());
   run_backward(engine, [&] { scaled.backward(seed, retain_graph); });
   end_backward(engine);
@@ -176,7 +176,7 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
   const Phases::Scope phase(impls.front()->phases, "backward");
   const Autocast::Pause pause(impls.front()->state.ranks.device.type());
   for (Engine::Impl* const impl : impls) begin_backward(*impl, loss, scale_wrt_gas);
-  const Accumulation& first = *impls.front()->accumulation;
+  const ScaledBackward& first = *impls.front()->scaled_backward;
   const at::Tensor averaged = scale_wrt_gas ? first.averaged(loss) : loss;
   const at::Tensor scaled = first.scaled(averaged);
   std::function<void()> pass = [&] { scaled.backward({}, retain_graph); };

@@ -49,7 +49,7 @@ at::Tensor evaluate_closure(Engine::Impl& engine, const std::function<at::Tensor
 at::Tensor loss_inside_update(Engine::Impl& engine, const std::function<at::Tensor()>& closure) {
   ModelConsistency& consistency = engine.order.consistency;
   engine.watch->renew();
-  engine.accumulation->drop();
+  engine.scaled_backward->drop();
   consistency.update_done();  // what backward() finds is one model
   try {
     at::Tensor loss = evaluate_closure(engine, closure);

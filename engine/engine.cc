@@ -52,7 +52,7 @@ std::optional<double> Engine::get_global_grad_norm() const {
   return impl_->progress.gradient_norm;
 }
 
-double Engine::loss_scale() const { return impl_->accumulation->loss_scale(); }
+double Engine::loss_scale() const { return impl_->scaled_backward->loss_scale(); }
 
 bool Engine::dynamic_loss_scale() const { return impl_->loss_scaler && impl_->loss_scaler->dynamic(); }
 

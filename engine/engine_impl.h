@@ -18,8 +18,8 @@
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"
 #include "engine/report/reporter.h"
-#include "engine/update/accumulation.h"
 #include "engine/update/optimizer_step.h"
+#include "engine/update/scaled_backward.h"
 #include "engine/update/shown_gradients.h"
 #include "engine/update/update.h"
 #include "model/checkpoint/run_state.h"
@@ -55,7 +55,7 @@ struct Engine::Impl {
   Saves saves;
   std::optional<ModelWatch> watch;
   std::unique_ptr<Update> update;
-  std::optional<Accumulation> accumulation;
+  std::optional<ScaledBackward> scaled_backward;
   std::optional<OptimizerStep> step;
   std::optional<ShownGradients> shown;
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()

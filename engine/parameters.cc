@@ -57,25 +57,25 @@ double Engine::clip_grad_norm_(double max_norm) {
 
 at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
-  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->accumulation->loss_scale();
+  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->scaled_backward->loss_scale();
 }
 
 void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
-  values.write_whole(flat, value * impl_->accumulation->loss_scale());
+  values.write_whole(flat, value * impl_->scaled_backward->loss_scale());
   if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();  // of a copy that all ranks have
 }
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_local_grad()");
-  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->accumulation->loss_scale();
+  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->scaled_backward->loss_scale();
 }
 
 void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_local_grad()");
-  values.write_local(flat, value * impl_->accumulation->loss_scale());
+  values.write_local(flat, value * impl_->scaled_backward->loss_scale());
   if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();
 }
 

@@ -94,7 +94,7 @@ void undo_accumulation(Engine::Impl& engine, const StepCounts& counts) noexcept 
     engine.state.optimizer.go_back_to(counts.optimizer_steps);
     engine.step->forget_gradient_changes();
     engine.state.fp8->drop_step();
-    engine.accumulation->drop();
+    engine.scaled_backward->drop();
     engine.state.access->end_pass();
     engine.accumulation_begins(/*restarted=*/true);
   } catch (const std::exception& error) {  // what is thrown is the first failure
@@ -119,7 +119,7 @@ void drop_accumulation(Engine::Impl& engine) {
   engine.shown->take_back();
   engine.step->forget_gradient_changes();
   state.fp8->drop_step();
-  engine.accumulation->drop(/*unused=*/true);
+  engine.scaled_backward->drop(/*unused=*/true);
   engine.progress.micro_steps -= counter.drop_accumulation();
   if (had_begun) engine.accumulation_begins(/*restarted=*/true);
 }
@@ -209,7 +209,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
                        .progress = progress,
                        .micro_batches = counts.micro_batches,
                        .train_batch_size = samples,
-                       .loss_scale = told ? accumulation->loss_scale() : 1.0,
+                       .loss_scale = told ? scaled_backward->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
 }
 

@@ -78,7 +78,7 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   if (impl.state.pipeline_ranks() > 1) return;
   ++impl.accumulations;
   try {
-    impl.accumulation->drop(/*unused=*/true);
+    impl.scaled_backward->drop(/*unused=*/true);
   } catch (const std::exception& error) {
     throw CommError(
         cat(comm::message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
@@ -120,13 +120,13 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
       .root =
           [&](const at::Tensor& loss) {
             const Autocast::Pause pause(self.state.ranks.device.type());
-            return self.accumulation->scaled(self.accumulation->averaged(loss));
+            return self.scaled_backward->scaled(self.scaled_backward->averaged(loss));
           },
       .accumulate =
           [&](const pipeline::Action& action, bool last, const std::function<void()>& pass) {
             const Autocast::Pause pause(self.state.ranks.device.type());
-            self.accumulation->begin_micro_batch(action.micro_batch);
-            self.accumulation->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(action.stage)));
+            self.scaled_backward->begin_micro_batch(action.micro_batch);
+            self.scaled_backward->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(action.stage)));
           },
       .inputs_only =
           [&](const std::function<void()>& pass) {
@@ -149,7 +149,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   try {
     self.require_step("train_batch()");
   } catch (...) {  // before the batch is counted
-    self.accumulation->drop(/*unused=*/true);
+    self.scaled_backward->drop(/*unused=*/true);
     throw;
   }
   const at::Tensor loss = mean_of_all(self.state, result.losses);

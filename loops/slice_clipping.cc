@@ -11,7 +11,7 @@
 #include "core/check.h"
 #include "loops/sharded_state.h"
 #include "optim/clip.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::loops {
 namespace {

@@ -1,5 +1,6 @@
-// The loss scale of float16 training, and how it changes. The loss is multiplied by it (engine/update/accumulation.cc),
-// so that small gradients survive, and the gradients are divided by it before the update. Torch-free.
+// The loss scale of float16 training, and how it changes. The loss is multiplied by it
+// (engine/update/scaled_backward.cc), so that small gradients survive, and the gradients are divided by it before the
+// update. Torch-free.
 //
 // The dynamic rule is DeepSpeed's DynamicLossScaler: an overflow first uses up hysteresis and then halves the scale;
 // a good step that follows loss_scale_window good ones doubles it; at the minimum an overflow is an error. At stage 0

@@ -1,8 +1,9 @@
 // Executes the schedule of a pipeline: one rank's list of actions (schedule/schedule.h), on the stages of a
 // PipelineModule. The orders themselves (1F1B and others) are made in schedule/compute_order.cc.
 //
-// Sends and receives run beside the computation; a stage waits only for its own input. A micro-batch keeps the autograd
-// graph of its stage from forward to the end of its backward, and not the values of its outputs.
+// Sends and receives run beside the computation; a stage waits only for its own input. From its forward to the end of
+// its backward a micro-batch keeps the autograd graph of the stage. The values of outputs are dropped once they are
+// sent, and stay until backward where the next stage is on the same rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +32,7 @@ struct StageCallbacks {
   // Runs `pass`, a backward pass that adds to the gradients of weights of the action's stage. `last`: it is this rank's
   // last such pass in the batch, so that gradients are complete after it.
   std::function<void(const Action& action, bool last, const std::function<void()>& pass)> accumulate;
-  // Runs `pass`, a backward pass that makes gradients of a stage's inputs and of no weights.
+  // Runs `pass`, a backward pass that makes only the gradients of a stage's inputs, and adds to no weight's.
   std::function<void(const std::function<void()>& pass)> inputs_only;
 };
 
@@ -55,10 +56,10 @@ class StageRunner {
     // The outputs for each micro-batch; filled by inference with `keep_outputs`.
     std::vector<Tensors> outputs;
   };
-  // Runs one batch by `schedule`, which is sound (schedule_check.h). The actions at its end, REDUCE, REDUCE_TIED and
-  // STEP, are left to the caller. A schedule of inference runs without gradients, and computes losses if `with_loss`.
-  // After an exception a pipeline of several ranks cannot be used again, because messages may be under way: run() then
-  // throws UsageError.
+  // Runs one batch by `schedule`, which has to have passed the checks of schedule_check.h. The actions at its end,
+  // REDUCE, REDUCE_TIED and STEP, are left to the caller. A schedule of inference runs without gradients, and computes
+  // losses if `with_loss`. After an exception a pipeline of several ranks cannot be used again, because messages may be
+  // under way: run() then throws UsageError.
   Result run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss = true,
              bool keep_outputs = false);
 

@@ -68,6 +68,8 @@ void require_same_options(comm::Communicator& ranks, const InitOptions& options)
   }
 }
 
+}  // namespace
+
 // Parameters of which each rank has an even part while they are not needed in full. At most `max_live` of their
 // elements are full at a time, beside those that the operator under way reads. Collective: all ranks adopt and read the
 // same parameters in the same order.
@@ -274,8 +276,6 @@ int64_t SlicedParameters::held_bytes() const {
   }
   return bytes;
 }
-
-}  // namespace
 
 // Watches the operators of this thread for a zero::Init, which documents the calls: finds the tensors that become
 // parameters, and has the ones filled that an operator reads.

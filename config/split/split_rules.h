@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/config_parallel.h"
+#include "dsengine/config_zero.h"
 #include "dsengine/split_plan.h"
 
 namespace ds::engine {

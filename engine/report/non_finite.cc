@@ -15,7 +15,7 @@
 
 #include "comm/agreement.h"
 #include "core/text.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::engine {
 namespace {

@@ -281,16 +281,16 @@ void build_steps(Engine::Impl& impl) {
                              .consistency = impl.order.consistency,
                              .progress = impl.progress,
                              .saving = impl.saves.background()});
-  impl.accumulation.emplace(AccumulationDeps{.state = impl.state,
-                                             .update = *impl.update,
-                                             .order = impl.order,
-                                             .progress = impl.progress,
-                                             .loss_scaler = impl.loss_scaler,
-                                             .batches = impl.batches});
+  impl.scaled_backward.emplace(ScaledBackwardDeps{.state = impl.state,
+                                                  .update = *impl.update,
+                                                  .order = impl.order,
+                                                  .progress = impl.progress,
+                                                  .loss_scaler = impl.loss_scaler,
+                                                  .batches = impl.batches});
   const bool by_default = impl.config.non_finite_gradients == config::NonFiniteGradients::kAuto;
   impl.step.emplace(OptimizerStepDeps{.state = impl.state,
                                       .update = *impl.update,
-                                      .accumulation = *impl.accumulation,
+                                      .scaled_backward = *impl.scaled_backward,
                                       .consistency = impl.order.consistency,
                                       .progress = impl.progress,
                                       .loss_scaler = impl.loss_scaler,

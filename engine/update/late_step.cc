@@ -58,7 +58,7 @@ void LateStep::scale_next_on_device(const at::Tensor& bad) {
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
   const at::Tensor next = at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options));
   if (!deps_.state.fp8->layers().empty()) deps_.state.fp8->gradients_scaled(next / now);  // a kernel less
-  deps_.accumulation.take_device_scale(next, [this] { read(); });
+  deps_.scaled_backward.take_device_scale(next, [this] { read(); });
 }
 
 void LateStep::read(bool judged_next) {
@@ -70,7 +70,7 @@ void LateStep::read(bool judged_next) {
   const auto norm = record_->norm.numbers().item<double>();
   if (deps_.loss_scaler) {
     deps_.loss_scaler->update(!std::isfinite(norm));  // throws nothing: loss_scale_may_be_late() has asked
-    deps_.accumulation.loss_scaler_knows();
+    deps_.scaled_backward.loss_scaler_knows();
   }
   deps_.progress.gradient_norm = norm;
   if (std::isfinite(norm) || deps_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;

@@ -25,7 +25,7 @@
 #include "dsengine/optimizer.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/step_warnings.h"
-#include "engine/update/accumulation.h"
+#include "engine/update/scaled_backward.h"
 #include "engine/update/step_agreement.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
@@ -38,7 +38,7 @@ struct LateStepDeps {
   ModelState& state;
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
-  Accumulation& accumulation;
+  ScaledBackward& scaled_backward;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
   const StepWarnings& warnings;
 };

@@ -16,6 +16,7 @@
 #include "core/check_time.h"
 #include "core/device/readback.h"
 #include "model/state/finished_gradients.h"
+#include "model/state/global_norm.h"
 #include "model/state/shared_buffers.h"
 #include "optim/clip.h"
 
@@ -40,12 +41,12 @@ void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c1
 }
 
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
-void require_gradients(const ModelState& state, Accumulation& accumulation) {
+void require_gradients(const ModelState& state, ScaledBackward& scaled_backward) {
   const std::vector<int64_t> missing = parameters_without_gradient(state);
   const int64_t largest = largest_of_ranks(static_cast<int64_t>(missing.size()), state.ranks.device, *state.ranks.world,
                                            "unused parameters");
   if (largest == 0) return;
-  accumulation.drop();
+  scaled_backward.drop();
   require(!missing.empty(), "step(): ", largest, " trainable parameters got no gradient on another rank, which names ",
           "them, and zero_optimization.ignore_unused_parameters is false");
   std::string names;
@@ -72,7 +73,7 @@ OptimizerStep::OptimizerStep(const OptimizerStepDeps& deps)
       late_({.state = deps.state,
              .progress = deps.progress,
              .loss_scaler = deps.loss_scaler,
-             .accumulation = deps.accumulation,
+             .scaled_backward = deps.scaled_backward,
              .schedule = deps.schedule,
              .warnings = warnings_}) {}
 
@@ -92,9 +93,9 @@ void OptimizerStep::run() {
   } else {  // on all ranks alike, whatever each of them does with the norm
     late_.begin(std::move(agreement), deps_.data.batches);
   }
-  if (plan.require_all_gradients) require_gradients(state, deps_.accumulation);  // which all ranks wait for
+  if (plan.require_all_gradients) require_gradients(state, deps_.scaled_backward);  // which all ranks wait for
   if (judges_late()) return run_late();
-  const double scale = deps_.accumulation.loss_scale();
+  const double scale = deps_.scaled_backward.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   const bool has_norm = plan.compute_grad_norm || clip_once;
   const double norm = has_norm ? global_norm(state) / scale : 0.0;
@@ -123,7 +124,7 @@ bool OptimizerStep::judges_late() const {
 
 void OptimizerStep::run_late() {
   const Plan& plan = deps_.state.plan;
-  const double loss_scale = deps_.accumulation.loss_scale();
+  const double loss_scale = deps_.scaled_backward.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
   at::Tensor norm;
@@ -159,7 +160,7 @@ double OptimizerStep::clip(double max_norm) {
   deps_.update.settle(Update::Next::kRead);
   finish_gradients(deps_.state);
   clip_once_ = std::min(max_norm, clip_once_.value_or(max_norm));
-  return global_norm(deps_.state) / deps_.accumulation.loss_scale();
+  return global_norm(deps_.state) / deps_.scaled_backward.loss_scale();
 }
 
 void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
@@ -186,7 +187,7 @@ void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
 
 void OptimizerStep::end_step() {
   note_peaks(deps_.state, deps_.progress);
-  deps_.accumulation.drop();
+  deps_.scaled_backward.drop();
   deps_.state.choose_gradients();
   deps_.update.step_over();
 }

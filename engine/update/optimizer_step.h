@@ -1,6 +1,6 @@
 // The step at an accumulation boundary: finish the reductions, decide from the gradient norm whether the step is
 // applied (judge it), find the clip factor, and have the weights updated. How they are updated is in update.h, with
-// kernels in optim/. What a GPU is given before the host knows the norm is in late_step.h.
+// kernels in optim/. On a GPU the update may be launched before the host has read the norm: a late step (late_step.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +16,8 @@
 #include "engine/report/batch_notes.h"
 #include "engine/report/reporter.h"
 #include "engine/report/step_warnings.h"
-#include "engine/update/accumulation.h"
 #include "engine/update/late_step.h"
+#include "engine/update/scaled_backward.h"
 #include "engine/update/step_agreement.h"
 #include "engine/update/update.h"
 #include "model/state/model_state.h"
@@ -38,7 +38,7 @@ struct StepData {
 struct OptimizerStepDeps {
   ModelState& state;
   Update& update;
-  Accumulation& accumulation;
+  ScaledBackward& scaled_backward;
   ModelConsistency& consistency;
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
@@ -47,7 +47,7 @@ struct OptimizerStepDeps {
   StepData data;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
   bool judged_by_default = true;                 // the config leaves non_finite_gradients "auto"
-  bool may_judge_late = false;                   // Update::takes_device_scale() holds on all ranks of the world
+  bool may_judge_late = false;                   // every rank can take a scale that only the device knows
 };
 
 // Makes the steps of an engine, one after the other. One object per engine, which is neither copied nor moved. Used by
@@ -61,14 +61,14 @@ class OptimizerStep {
   // optimizers::LossScaleError once the step is over.
   void run();
   // Finishes the reductions and returns the gradient norm, which run() will report. The next run() clips to `max_norm`
-  // first, and then as the plan says.
+  // first, and then to the config's own limit (Plan::clip_norm).
   double clip(double max_norm);
   // Notes that the program has changed the reduced gradients of the next step, `times` times.
   void note_gradient_change(uint64_t times = 1) { gradient_changes_ += times; }
   // Forgets the changes counted by note_gradient_change() and the norm given to clip(), because their accumulation is
   // dropped. Does not touch a late step.
   void forget_gradient_changes();
-  // Returns the last step, if the host has not waited for its outcome.
+  // Returns the late step: the last one, whose outcome the host has not waited for yet, or none (LateStep::exists()).
   LateStep& late() { return late_; }
   // Waits for the outcome of the late step, if there is one, and throws what run() would have thrown.
   void judge_late();

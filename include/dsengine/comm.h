@@ -55,7 +55,7 @@ struct FlightWatchOptions {
 // How a reduction combines the elements of ranks. kBand, kBor and kBxor combine bits of integers, and truth values.
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
-// The operations of a group: all, or isend and irecv alone, which takes no memory for collectives.
+// What a group is for: all operations, or isend and irecv only. A group for messages takes no memory for collectives.
 enum class GroupUse : uint8_t { kAll, kMessages };
 
 // The kinds of operation that CommCounters counts separately.
@@ -82,8 +82,8 @@ class Work {
   explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
   // Whether the operation has finished, so that wait() returns at once.
   bool is_completed() const;
-  // Whether wait() would not block on another rank; it may still have local work. Calling is_ready() may start the next
-  // stage of the operation.
+  // Whether wait() would return without waiting for another rank; it may still have work to do on this rank. The call
+  // itself may start the next stage of the operation.
   bool is_ready() const;
   // Waits until the operation has finished (CUDA: until the current stream is ordered after it). Throws CommError.
   void wait() const;
@@ -94,8 +94,8 @@ class Work {
 
 // The bytes this rank has sent, and its calls, by kind of operation. Bytes are those that a bandwidth-optimal algorithm
 // must send, for n bytes in the full tensor and W ranks. all_reduce counts 2n(W-1)/W, reduce_scatter and all_gather
-// n(W-1)/W. broadcast counts n and scatter n(W-1)/W, on the root only. reduce and gather count this rank's n, except on
-// the root; all_to_all counts the parts for other ranks.
+// n(W-1)/W. broadcast counts n and scatter n(W-1)/W, on the root only. reduce and gather count the bytes of this rank's
+// input, except on the root; all_to_all counts the parts for other ranks.
 struct CommCounters {
   std::array<int64_t, kCollectiveKinds> bytes_sent{};  // indexed by CollectiveKind
   std::array<int64_t, kCollectiveKinds> calls{};
@@ -157,8 +157,9 @@ class Communicator {
   // Adds an observer, which sees operations of this group, and of groups made from it later. Call before the first
   // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
-  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Operations of
-  // this group, and of groups made from it, carry the step, and errors about ranks that differ name it.
+  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Later
+  // operations of this group, and of groups made from it, are marked with `step`, which messages about ranks that
+  // differ then name.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);

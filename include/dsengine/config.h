@@ -19,9 +19,9 @@
 
 #include "dsengine/comm.h"
 #include "dsengine/config_efficiency.h"
-#include "dsengine/config_parallel.h"
 #include "dsengine/config_runtime.h"
 #include "dsengine/config_training.h"
+#include "dsengine/config_zero.h"
 
 namespace ds::engine::config {
 

@@ -74,14 +74,15 @@ class Engine {
   // file cannot be read) all calls throw UsageError until a checkpoint with optimizer states is loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
-  // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0, float32 alone.
+  // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Works at stage 0 and in
+  // float32 only.
   at::Tensor step(const std::function<at::Tensor()>& closure);
   // Names the next micro-batch in reports, in place of the samples of the engine's loader. With a pipeline, call it in
   // the function that gives micro-batches.
   void name_batch(std::string name);
   bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
-  // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
-  // false every step() is one).
+  // Says, until the next call, whether a micro-batch is the last one before an update, in place of counting. nullopt:
+  // the engine decides again, by counting; with managed_gradient_accumulation false, every step() is then a boundary.
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
 
   // --- pipelines: a model that is a pipeline::PipelineModule (docs/pipeline.md) ------------------------------------
@@ -160,8 +161,8 @@ class Engine {
   int64_t train_batch_size() const;
   int64_t train_micro_batch_size_per_gpu() const;
   int64_t gradient_accumulation_steps() const;
-  // Changes gradient_accumulation_steps; throws UsageError unless divisible by micro batch x data-parallel size, and
-  // inside an accumulation.
+  // Changes gradient_accumulation_steps so that an update takes `size` samples. Throws UsageError inside an
+  // accumulation, and unless `size` is a multiple of micro batch x data-parallel size.
   void set_train_batch_size(int64_t size);
   // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
@@ -191,9 +192,9 @@ class Engine {
   // Waits for parameters that are still on their way after a step (a forward does it by itself, operator by operator).
   // Needed only before reading parameters' memory directly or from another thread. With delayed_update it is
   // collective: it waits for the running update and writes it to the parameters in place, so not between a forward and
-  // its backward. An engine that ends before drops that update, with a warning. With super_offload the host may have
-  // updated weights already during backward(). This call undoes that update, and step() repeats it. Every other call
-  // that reads the state does the same.
+  // its backward. If the engine ends while that update runs, the update is dropped, with a warning. With super_offload
+  // the host may have updated weights already during backward(). This call undoes that update, and step() repeats it.
+  // Every other call that reads the state does the same.
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are

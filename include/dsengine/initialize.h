@@ -1,6 +1,7 @@
 // engine::initialize: what it takes, what it returns. Include dsengine/engine.h, which has the Engine.
 //
-// The engine shares what it is given with the program, or copies it. Every rank calls it on the thread that will train.
+// The engine shares with the program what it is given as a shared_ptr, and the dataset; it copies all other options.
+// Every rank calls it on the thread that will train.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,9 +41,10 @@ struct ParameterGroup {
   std::optional<double> lr;            // empty: the config's
   std::optional<double> weight_decay;  // empty: the config's
   bool non_freeze = false;             // OneBitAdam: gradients are reduced uncompressed, after the freeze too
-  // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
-  // position embedding that no sequence reaches: 1 bit has no zero). Its shape broadcasts to that of each parameter of
-  // the group. Undefined: the momentum may move everywhere.
+  // OneBitAdam, OneBitLamb, ZeroOneAdam: marks with 0 or false the elements whose momentum has to stay 0 after the
+  // freeze, for example rows of a position embedding that no sequence reaches: the 1-bit code has no zero and would
+  // move them. Its shape broadcasts to that of each parameter of the group. Undefined: the momentum may move
+  // everywhere.
   at::Tensor exp_avg_mask;
 };
 
@@ -53,11 +55,12 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters, which replaces the config's. Its groups get this rank's slices in
-  // the place of the parameters. An optimizer that updates each element by itself, as torch's SGD, Adam, AdamW, RMSprop
-  // and Adagrad, works at every stage and precision (docs/from_libtorch.md). Without a client optimizer and without the
-  // section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it lives, there
-  // are no gradients and states, and backward() and step() throw UsageError.
+  // A client optimizer over the model's parameters, which replaces the config's. The engine replaces the parameters in
+  // its groups by this rank's slices of them, except for an optimizer that needs full parameters, which works at stage
+  // 0 in float32. An optimizer that updates each element by itself, as torch's SGD, Adam, AdamW, RMSprop and Adagrad,
+  // works at every stage and precision (docs/from_libtorch.md). Without a client optimizer and without the section
+  // "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it lives, there are no
+  // gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
@@ -92,8 +95,8 @@ struct InitializeOptions {
   std::string init_method = "env://";
   // The limit of every wait for other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // Whether to seed LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program
-  // has left them, and the program sees to it that ranks draw different numbers.
+  // Whether to seed LibTorch's generators, with the config's key "seed" plus the rank's number. False: they go on as
+  // the program has left them, and the program sees to it that ranks draw different numbers.
   bool seed_generators = true;
   // Values for keys that the config leaves "auto".
   config::AutoValues auto_values;

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "launcher/hosts/host_start.h"
-#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/lost_link_text.h"
 #include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_link.h"
 

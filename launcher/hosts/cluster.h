@@ -6,9 +6,9 @@
 // by its own steady clock when its first rank failed, and the difference of the clocks is known to half a round trip.
 //
 // Note [Ranks that die slowly]
-// A rank with much memory may take longer to die from SIGKILL than a host that hangs is given to answer. To start the
-// ranks again beside the old ones would fail for lack of memory or devices, so each host is asked whether it is still
-// there (kClock), and one that is gets more time.
+// After SIGKILL a rank with much memory may take longer to die than the time after which a host that does not answer is
+// given up. New ranks started beside the old ones would lack memory or devices. So after a kill each host is asked for
+// its clock (kClock); one that answers is given more time.
 #pragma once
 
 #include <optional>
@@ -32,9 +32,10 @@ namespace ds::launcher {
 
 // The hosts of one start.
 struct StartHosts {
-  std::vector<Host> asked, away;  // hosts to start on, if they are ready; hosts known not to be, asked again meanwhile
-  size_t least = 1;               // the fewest hosts to start with
-  bool first_start = true;        // at the first start all have to be ready, unless the job is elastic
+  std::vector<Host> asked;  // hosts to start on, if they are ready
+  std::vector<Host> away;   // hosts known not to be ready, asked again while the job runs
+  size_t least = 1;         // the fewest hosts to start with
+  bool first_start = true;  // at the first start all have to be ready, unless the job is elastic (--min_nodes)
   Verbosity trouble_level = Verbosity::kError;  // level of the notices about hosts that are not ready
 };
 
@@ -45,7 +46,7 @@ class Cluster {
     kNotReady,       // nothing was started
     kRankFailed,     // a rank failed on a host that is still there
     kHostLost,       // at least one host was lost
-    kHostsReturned,  // the program has ended, after a checkpoint, for hosts to be taken in
+    kHostsReturned,  // hosts are back: the program has ended after a checkpoint, to be started with them
   };
 
   // References that stay the same for all starts of a job.
@@ -53,13 +54,14 @@ class Cluster {
     const OwnProgram& own;
     AskIntervals& intervals;
   };
-  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. All references outlive
-  // it.
+  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. What the reference
+  // arguments and JobDeps refer to outlives it.
   Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job, Console& console,
           Notices& notices);
 
-  // Returns the exit code of ds-launch: that of the rank that failed first on any host, 255 for a host that was lost,
-  // 2 when hosts are not ready (127 or 126: for lack of the program), 128 + signal. Throws ConfigError, UsageError or
+  // Returns the exit code of ds-launch: 0 when all ended well, that of the rank that failed first on any host, 255 for
+  // a host that was lost, 2 when hosts are not ready (127 or 126: for lack of the program), 128 + signal, or
+  // kRestartExitCode where the program has ended for hosts to be taken in. Throws ConfigError, UsageError or
   // ProgramError when not even ssh can be started.
   int run();
 
@@ -101,9 +103,10 @@ class Cluster {
   SignalPolicy signal_policy_;
   int ending_signal_ = 0;  // the signal that caused the end; 0: none, also when one came after a failure
   std::optional<Deadline::Time> kill_sent_;
-  bool restart_asked_ = false, restart_begun_ = false;  // for hosts that have come back; by the program
-  Deadline deadline_;                                   // when to end what is left by stronger means
-  Deadline next_alive_;                                 // when to send the next kAlive
+  bool restart_asked_ = false;  // the program was asked to end, so that hosts that have come back can be taken in
+  bool restart_begun_ = false;  // the program has begun to end for that
+  Deadline deadline_;           // when to end what is left by stronger means
+  Deadline next_alive_;         // when to tell the hosts next that this ds-launch still runs (kAlive)
 };
 
 }  // namespace ds::launcher

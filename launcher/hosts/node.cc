@@ -13,7 +13,7 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
-#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/lost_link_text.h"
 #include "launcher/machine/rendezvous_port.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"

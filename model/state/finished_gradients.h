@@ -1,5 +1,4 @@
-// Reduced gradients, as the optimizer and the program find them between the last backward() and step(), and their
-// global norm. optim/clip.h turns the norm into the clip factor.
+// Reduced gradients, as the optimizer and the program find them between the last backward() and step().
 //
 // Beside the reduction over data-parallel ranks some gradients are partial sums along another axis
 // (model/state/axes.h): those of tied weights on several stages of a pipeline and, with
@@ -30,12 +29,6 @@ void go_on_with_gradients(const ModelState& state);
 void forget_gradients(const ModelState& state);
 // Drops all gradients and gives up the memory that is kept for them from step to step.
 void release_gradients(const ModelState& state);
-
-// Returns the L2 norm of the finished gradient over the whole model, with the loss scale still in it. Collective.
-double global_norm(const ModelState& state);
-// Computes that norm on the device, which nobody waits for: float64 [1]; not finite also where squares are beyond
-// float32. Collective.
-at::Tensor global_norm_on_device(const ModelState& state);
 
 // Numbers the trainable parameters that got no gradient on this rank since the last step, but for those that the
 // program has frozen since initialize().

@@ -52,7 +52,7 @@ struct ModelState {
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // names and shapes of `parameters`, for optimizers
   std::vector<zero::Parameter> frozen;        // parameters without a gradient
-  FrozenHere frozen_here;                     // without an optimizer: keeps `frozen` frozen until the engine ends
+  FrozenHere frozen_here;                     // only without an optimizer: what the engine froze itself, until it ends
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
@@ -60,7 +60,7 @@ struct ModelState {
   // model's dtype, else copies.
   std::vector<at::Tensor> masters;
   GradientDeps gradients;
-  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // over which ranks to add, count and compare
+  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups to add and count over, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
   ModelOptimizer optimizer;
@@ -98,13 +98,14 @@ struct ModelState {
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
   // Returns this rank's number in its pipeline; 0 without one.
   int pipeline_rank() const { return pipeline ? pipeline->ranks->rank() : 0; }
-  // Whether this rank adds a trainable bucket to what is counted once over the whole model. Other ranks have a copy.
+  // Whether this rank puts a trainable bucket into sums over the whole model, such as the gradient norm. Where ranks of
+  // the tensor or pipe axis hold copies of it, only one of them does.
   bool counts(size_t bucket) const;
-  // Whether the ranks of this rank's tensor axis add a trainable bucket to what is counted once. Other stages of the
-  // pipeline may have a copy (tied weights).
+  // Whether this rank's stage puts the bucket into such sums, whichever rank of its tensor axis does it. False for a
+  // tied weight that another stage counts.
   bool counts_in_stage(size_t bucket) const;
-  // Whether each rank of the tensor axis has a partial sum of the gradient of a trainable bucket, whose parameters are
-  // replicated along the axis (sequence parallelism): they are to be added.
+  // Whether each rank of the tensor axis has only a partial sum of this bucket's gradient, so that the ranks have to
+  // add them up: its parameters are replicated along the axis, under sequence parallelism.
   bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
   // Whether a trainable bucket holds parts of split parameters: each rank of the tensor axis has another part.
   bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }

@@ -15,7 +15,7 @@
 #include "optim/step_scale.h"
 #include "tests/gpu/tested_device.h"
 #include "tests/optim/sharded_model.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::optimizers {
 namespace {

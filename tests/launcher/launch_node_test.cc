@@ -6,7 +6,7 @@
 
 #include "core/unique_fd.h"
 #include "launcher/command_line/options.h"
-#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/lost_link_text.h"
 #include "launcher/protocol/node_protocol.h"
 #include "tests/launcher/launched.h"
 

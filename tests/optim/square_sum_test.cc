@@ -5,7 +5,7 @@
 
 #include "tests/optim/sharded_model.h"
 #include "tests/optim/vector_targets.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::optimizers {
 namespace {

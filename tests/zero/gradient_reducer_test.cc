@@ -6,7 +6,7 @@
 #include "core/check.h"
 #include "tests/support/thread_ranks.h"
 #include "tests/zero/ranked_net.h"
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::zero {
 namespace {

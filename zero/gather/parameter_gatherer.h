@@ -31,8 +31,8 @@
 namespace ds::zero {
 
 // Autocast's cache of cast weights on one thread. Autocast keeps a cast copy of each weight until the next backward.
-// Without a graph that needs the copies, it would collect the whole model: its cache is off for operators that read
-// sliced parameters while gradients are off. Not thread safe.
+// While gradients are off nobody needs these copies, and at stage 3 they would add up to the whole model. So the cache
+// is then off for operators that read sliced parameters. Not thread safe.
 class CastCache {
  public:
   // Turns the cache of this thread on or off. It is left alone where somebody else has turned it off.
@@ -42,8 +42,8 @@ class CastCache {
   bool turned_off_ = false;  // by choose()
 };
 
-// The places in the order of gathers where ranks meet that may have run different operators: others that want a bucket
-// there learn that this rank wants none. Not thread safe.
+// A collective of one element at which all ranks meet between gathers. A rank that ran fewer operators is here while
+// another still gathers a bucket; communicators that compare labels then name both. Not thread safe.
 class RankMeeting {
  public:
   // The groups of `routes` outlive it. `options`: those of the buckets' elements.
@@ -51,7 +51,7 @@ class RankMeeting {
 
   // Whether ranks meet in every pass. On a device, whose communicators compare nothing, they meet before updates only.
   bool is_in_every_pass() const { return sent_.is_cpu(); }
-  // Takes this rank's place. Collective; throws CommError, for the meeting before too.
+  // Waits for the meeting before and begins the next one. Collective; throws CommError for either.
   void begin(const char* where);
   // Waits for the others. Throws CommError.
   void wait();
@@ -68,11 +68,11 @@ class RankMeeting {
 // Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
 // operators meet in different all_gathers, and communicators that compare labels name the parameters that each wanted.
 //
-// Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end. On
-// a device communicators compare nothing: all_gathers of different buckets of one size would go on with wrong weights.
-// There ranks meet once a step, at the start of its last backward where that is known, and step() compares what they
-// gathered (take_gather_digest()). Where sizes or numbers of gathers differ, peers may hang before; the flight record
-// says where each of them is.
+// A rank that ran fewer operators than others is found at the latest when a backward begins or ends, because all ranks
+// meet there (RankMeeting). On a device communicators compare no labels: two all_gathers of different buckets of one
+// size would pair up and give wrong weights. There ranks meet once a step only, at the start of its last backward where
+// that is known, and step() compares digests of what they gathered (take_gather_digest()). Where sizes or numbers of
+// gathers differ, ranks may hang before that; the flight record says where each of them is.
 //
 // Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
 // from the engine.
@@ -114,9 +114,9 @@ class ParameterGatherer : public ParameterAccess {
   // Returns a digest of all gathers since the last call, in their order: equal on ranks that ran the same operators.
   uint64_t take_gather_digest() { return buckets_.take_digest(); }
 
-  // The buckets that are full beside any pass.
+  // The buckets that scopes hold full, whatever passes do.
   HeldBuckets& held() { return held_; }
-  // All buckets, to be looked at.
+  // All buckets, read only.
   const LiveBuckets& buckets() const { return buckets_; }
 
   // With `keeps`, a bucket that is full stays so until end_update() or reshard().

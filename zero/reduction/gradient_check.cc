@@ -10,7 +10,7 @@
 #include <cmath>
 #include <limits>
 
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 namespace ds::zero {
 namespace {

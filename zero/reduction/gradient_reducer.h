@@ -1,16 +1,17 @@
 // Collects gradients in buckets and reduces each bucket while backward is still running.
 //
-// It does for every ZeRO stage up to 2 what c10d's Reducer does for DDP: a stage is only a policy on buckets. A hook on
-// every parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that
-// bucket's collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever
-// order or subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes
-// zeros.
+// It does for every ZeRO stage what c10d's Reducer does for DDP: a stage only chooses when buckets are reduced
+// (ReductionPolicy). A hook on every parameter hands its gradient over as soon as autograd has made it; the last
+// gradient of a bucket starts that bucket's collective. Buckets are always reduced in the same order (the last bucket
+// of the model first), whatever order or subset of gradients a rank produces, so nothing can wait for a parameter that
+// got none: it contributes zeros.
 //
 // Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
 // over passes that were reduced and passes that were not. The states of a bucket and of a pass, and their transitions:
 // Note [Life of a gradient bucket] (zero/reduction/reduction_states.h).
 //
-// Several engines on one thread: zero/reduction/neighbour_passes.h.
+// Plain gradients (ReducerOptions::plain_gradients()): the program calls loss.backward() itself, and .grad belongs to
+// it, as in torch. Several engines on one thread: zero/reduction/neighbour_passes.h.
 //
 // Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
 // autograd's device threads and take a lock.
@@ -40,17 +41,19 @@ namespace ds::zero {
 
 class GradientReducer {
  public:
-  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
-  // gradients it has (plain gradients stay). Throws UsageError for a parameter that has a hook of another reducer.
+  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops the
+  // gradients that parameters already have, unless they are plain. Throws UsageError for a parameter that has a hook of
+  // another reducer.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                   ReduceRoutes routes, const ReducerOptions& options);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // With `local`, gradients stay those of this rank from now on, full buckets, and nothing is sent; without, they are
-  // reduced again. For optimizers that exchange something else than gradients. To be called between steps, while no
-  // gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and with gradients elsewhere.
+  // With `local`, nothing is sent from now on: gradient() is this rank's own gradient of the full bucket. Without it,
+  // buckets are reduced again. For optimizers that exchange something else than gradients. To be called between steps,
+  // while no gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and with gradients
+  // elsewhere.
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
@@ -63,8 +66,9 @@ class GradientReducer {
   // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
   // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
   // gradients, the same on all ranks; where the policy reduces in every pass, the others are left alone. Empty: all
-  // may. Throws UsageError while a pass runs, and after one that failed until reset(). Plain gradients, after a failed
-  // pass, are as it left them, as in torch, but for abandon_backward().
+  // may. Throws UsageError while a pass runs, and after one that failed until reset(). With plain gradients the next
+  // pass may begin at once after a failed one. .grad is then as the failed pass left it, but for what
+  // abandon_backward() drops.
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
@@ -78,7 +82,8 @@ class GradientReducer {
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
   // Throws UsageError while a pass runs, and after one that failed.
   void finish();
-  // Makes plain gradients those of the parameters (GradientBucket::show()). To be called after finish().
+  // For plain gradients: multiplies the reduced gradients by `factor` and puts them into .grad of the `used` parameters
+  // (by number; empty: all). To be called after finish().
   void show_gradients(const std::vector<char>& used, double factor);
   // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
   // (activation checkpointing), or it is complete at the end only.

@@ -20,7 +20,7 @@
 namespace ds::engine {
 
 // The objects that an accumulation works on; all of them outlive it.
-struct AccumulationDeps {
+struct ScaledBackwardDeps {
   ModelState& state;
   Update& update;
   const CallOrder& order;
@@ -29,10 +29,10 @@ struct AccumulationDeps {
   BatchNotes& batches;
 };
 
-// Used by the engine's thread.
-class Accumulation {
+// Scales losses and runs backward passes. Used by the engine's thread.
+class ScaledBackward {
  public:
-  explicit Accumulation(const AccumulationDeps& parts) : parts_(parts) {}
+  explicit ScaledBackward(const ScaledBackwardDeps& parts) : parts_(parts) {}
 
   // Returns the loss divided by the number of micro-batches of an update.
   at::Tensor averaged(const at::Tensor& loss) const;
@@ -58,7 +58,7 @@ class Accumulation {
   void drop(bool unused = false);
 
  private:
-  AccumulationDeps parts_;
+  ScaledBackwardDeps parts_;
   at::Tensor device_scale_;
   std::function<void()> read_scale_;
 };

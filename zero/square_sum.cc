@@ -1,4 +1,4 @@
-#include "zero/gradient_norm.h"
+#include "zero/square_sum.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>

@@ -1,4 +1,5 @@
-// Norms of flat gradients. The norm over all ranks is model/state/finished_gradients.h, clipping by it optim/clip.h.
+// Sums of squares of the flat gradients of this rank. The norm over all ranks is model/state/global_norm.h, clipping by
+// it optim/clip.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-#include "engine/update/accumulation.h"
+#include "engine/update/scaled_backward.h"
 
 #include <utility>
 
@@ -7,34 +7,34 @@
 
 namespace ds::engine {
 
-at::Tensor Accumulation::averaged(const at::Tensor& loss) const {
+at::Tensor ScaledBackward::averaged(const at::Tensor& loss) const {
   const int64_t micro_batches = parts_.order.micro_batches.per_update();
   return micro_batches == 1 ? loss : loss / static_cast<double>(micro_batches);
 }
 
-at::Tensor Accumulation::scaled(const at::Tensor& averaged) const {
+at::Tensor ScaledBackward::scaled(const at::Tensor& averaged) const {
   if (device_scale_.defined()) return averaged.to(at::kFloat) * device_scale_.to(averaged.device());
   const double scale = loss_scale();
   return scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
 }
 
-double Accumulation::loss_scale() const {
+double ScaledBackward::loss_scale() const {
   if (!parts_.loss_scaler) return 1.0;
   if (device_scale_.defined()) read_scale_();
   ensure(!device_scale_.defined(), "a step that is read has told its loss scale");
   return parts_.loss_scaler->scale();
 }
 
-void Accumulation::take_device_scale(at::Tensor scale, std::function<void()> read) {
+void ScaledBackward::take_device_scale(at::Tensor scale, std::function<void()> read) {
   device_scale_ = std::move(scale);
   read_scale_ = std::move(read);
 }
 
-void Accumulation::begin_micro_batch(int64_t micro_batch) {
+void ScaledBackward::begin_micro_batch(int64_t micro_batch) {
   if (parts_.state.gradients.check) parts_.state.gradients.check->begin_pass(micro_batch);
 }
 
-void Accumulation::run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
+void ScaledBackward::run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
   zero::ParameterAccess& access = *parts_.state.access;
   const GradientDeps& gradients = parts_.state.gradients;
   go_on_with_gradients(parts_.state);
@@ -60,7 +60,7 @@ void Accumulation::run(bool boundary, const std::function<void()>& pass, std::ve
   }
 }
 
-void Accumulation::drop(bool unused) {
+void ScaledBackward::drop(bool unused) {
   forget_gradients(parts_.state);
   parts_.batches.forget(unused);
   if (parts_.state.gradients.check) parts_.state.gradients.check->reset();

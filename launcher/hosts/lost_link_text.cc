@@ -1,4 +1,4 @@
-#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/lost_link_text.h"
 
 #include <sys/wait.h>
 
