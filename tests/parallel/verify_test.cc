@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include "dsengine/errors.h"
+#include "parallel/rules/operand.h"
 #include "tests/parallel/llama.h"
 #include "tests/parallel/split_ranks.h"
 
@@ -54,8 +55,8 @@ TEST(Verify, FindsARuleWithAWrongResult) {
     const Operand x = call.operand(0);
     return call.finish_split(x.tensor * w * factor, *x.cut, x.sizes);
   };
-  EXPECT_EQ(verdict([&](Call& call) { return product(call, call.for_parts(call.operand(1)), 1); }), "");
-  EXPECT_THAT(verdict([&](Call& call) { return product(call, call.for_parts(call.operand(1)), 1.1); }),
+  EXPECT_EQ(verdict([&](Call& call) { return product(call, for_parts(call.operand(1), call.axis()), 1); }), "");
+  EXPECT_THAT(verdict([&](Call& call) { return product(call, for_parts(call.operand(1), call.axis()), 1.1); }),
               HasSubstr("the rule for aten::mul disagrees with the operator on joined tensors, in result 0"));
   EXPECT_THAT(verdict([&](Call& call) { return product(call, call.operand(1).tensor, 1); }), HasSubstr("in gradient 0"))
       << "each rank's use gives a part of the gradient, which must be added up";
@@ -66,7 +67,7 @@ TEST(Verify, FindsALostGradientValuesThatAreNotFiniteAndAnotherDtype) {
   const auto changed = [](const std::function<at::Tensor(const at::Tensor&)>& change) {
     return verdict([&](Call& call) {
       const Operand x = call.operand(0);
-      return call.finish_split(change(x.tensor * call.for_parts(call.operand(1))), *x.cut, x.sizes);
+      return call.finish_split(change(x.tensor * for_parts(call.operand(1), call.axis())), *x.cut, x.sizes);
     });
   };
   EXPECT_EQ(changed([](const at::Tensor& y) { return y; }), "");
