@@ -81,8 +81,8 @@ class Engine {
   // the function that gives micro-batches.
   void name_batch(std::string name);
   bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
-  // Says, until the next call, whether a micro-batch is the last one before an update, in place of counting. nullopt:
-  // the engine decides again, by counting; with managed_gradient_accumulation false, every step() is then a boundary.
+  // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts again
+  // (with managed_gradient_accumulation false every step() is a boundary).
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
 
   // --- pipelines: a model that is a pipeline::PipelineModule (docs/pipeline.md) ------------------------------------
