@@ -74,8 +74,7 @@ class Engine {
   // file cannot be read) all calls throw UsageError until a checkpoint with optimizer states is loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
-  // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Works at stage 0 and in
-  // float32 only.
+  // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
   at::Tensor step(const std::function<at::Tensor()>& closure);
   // Names the next micro-batch in reports, in place of the samples of the engine's loader. With a pipeline, call it in
   // the function that gives micro-batches.
