@@ -1,9 +1,12 @@
-// The first ds-launch of a job on many hosts, from one start to the end of its ranks: one ssh for each host, from the
-// check to the exit code. One thread, one poll loop.
+// One start of a job on many hosts, as the first ds-launch runs it. It opens one ssh connection to each host, asks each
+// whether it can start the program (the check), orders the ranks to start, and waits until all have ended. If a rank
+// fails or a connection is lost, it tells the other hosts to end their ranks, and kills those that do not end in time.
+// One thread, one poll loop.
 //
 // Note [Who failed first, among hosts]
 // When a rank dies, ranks of other hosts soon fail too, and their reports may arrive before its own. So each host says
-// by its own steady clock when its first rank failed, and the difference of the clocks is known to half a round trip.
+// by its own steady clock when its first rank failed, and the first ds-launch estimates how far each host's clock
+// differs from its own, to half of a message's round trip.
 //
 // Note [Ranks that die slowly]
 // After SIGKILL a rank with much memory may take longer to die than the time after which a host that does not answer is
@@ -39,6 +42,7 @@ struct StartHosts {
   Verbosity trouble_level = Verbosity::kError;  // level of the notices about hosts that are not ready
 };
 
+// The hosts of one start, their connections and what is asked of them.
 class Cluster {
  public:
   enum class Outcome {

@@ -1,8 +1,8 @@
 // ZeRO-3: parameters are full (unsharded) only while operators read them.
 //
 // Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, the
-// bucket's memory is taken and filled by an all_gather; it is given back once the pass has moved on. An operator is
-// what uses a parameter, so modules need no hooks and no declarations.
+// bucket's memory is taken and filled by an all_gather; it is given back once the pass has moved on. Operators trigger
+// the gather, not modules; so modules need no hooks and no declarations.
 //
 // A bucket that is not sharded (persistent parameters) stays full: it is gathered after an update, and waited for at
 // its first use. What else keeps a bucket full: Note [What keeps a bucket full] (zero/gather/live_buckets.h).
@@ -65,8 +65,10 @@ class RankMeeting {
 
 // Makes the parameters of a bucket full before an operator reads them, and releases them afterwards.
 //
-// Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
-// operators meet in different all_gathers, and communicators that compare labels name the parameters that each wanted.
+// It sees the operators; GatherSchedule decides what is gathered and released, and LiveBuckets does it. The order of
+// all_gathers depends only on the operators that a rank runs. So ranks that run different operators call different
+// all_gathers at the same time. A communicator that compares labels then throws, and its message names the parameters
+// that each rank wanted.
 //
 // A rank that ran fewer operators than others is found at the latest when a backward begins or ends, because all ranks
 // meet there (RankMeeting). On a device communicators compare no labels: two all_gathers of different buckets of one

@@ -52,16 +52,16 @@ class GradientReducer {
 
   // With `local`, nothing is sent from now on: gradient() is this rank's own gradient of the full bucket. Without it,
   // buckets are reduced again. For optimizers that exchange something else than gradients. To be called between steps,
-  // while no gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and with gradients
-  // elsewhere.
+  // while no gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and where reduced
+  // gradients are kept in host memory (ReduceRoutes::elsewhere).
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
   // reducer.
   void check_with(GradientCheck& check) { check_ = &check; }
-  // For programs that call loss.backward() themselves (ReducerOptions::plain_passes). `enter` is called at the start of
-  // every hook, from several autograd threads at once. It must call begin_backward() for the pass if nobody has, and
-  // arrange that end_backward() follows.
+  // For plain passes, in which the program calls loss.backward() itself (ReducerOptions::plain_passes). `enter` is
+  // called at the start of every hook, from several autograd threads at once. It must call begin_backward() for the
+  // pass if nobody has, and arrange that end_backward() follows.
   void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
   // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
   // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
@@ -85,8 +85,9 @@ class GradientReducer {
   // For plain gradients: multiplies the reduced gradients by `factor` and puts them into .grad of the `used` parameters
   // (by number; empty: all). To be called after finish().
   void show_gradients(const std::vector<char>& used, double factor);
-  // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
-  // (activation checkpointing), or it is complete at the end only.
+  // Whether, since the start, some parameter has got two or more gradients in one backward pass. That happens with
+  // activation checkpointing, which runs backward passes inside the pass, and where a gradient is complete only when
+  // the pass ends.
   bool any_repeated() const { return any_repeated_; }
   // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice.
   // Undefined before any backward.
