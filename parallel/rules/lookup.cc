@@ -56,7 +56,7 @@ Outcome look_up_rows(Call& call, const Operand& weight, const Operand& indices) 
   const Sizes sizes(addend.sizes().begin(), addend.sizes().end());
   const std::optional<Cut> sequence = joins_output(call.given(0)) ? std::nullopt : sequence_cut(sizes, *call.axis());
   if (sequence) {
-    return call.finish_split(summed_to_part(addend, {.axis = call.axis(), .cut = *sequence}), *sequence, sizes);
+    return call.finish_split(summed_to_part(addend, {.axis = call.axis(), .cut = sequence}), *sequence, sizes);
   }
   return call.finish(summed(addend, call.axis()));
 }

@@ -43,19 +43,19 @@ at::Tensor part_as(const Operand& operand, const Cut& cut, const std::shared_ptr
   const Cut wanted = normalized(cut, operand.sizes[cut.dim], axis->size());
   if (operand.summed) return sliced_of_summed(operand.tensor, {.axis = axis, .cut = wanted});
   if (!operand.is_split()) return sliced(operand.tensor, {.axis = axis, .cut = wanted});
-  return exchanged(operand.tensor, {.axis = axis, .cut = *operand.cut}, wanted, operand.sizes);
+  return exchanged(operand.tensor, {.axis = axis, .cut = operand.cut}, wanted, operand.sizes);
 }
 
 at::Tensor for_parts(const Operand& operand, const std::shared_ptr<Axis>& axis) {
   if (operand.summed) return operand.tensor;
   if (!operand.is_split()) return used_in_part(operand.tensor, axis);
-  return joined_for_parts(operand.tensor, {.axis = axis, .cut = *operand.cut}, operand.sizes);
+  return joined_for_parts(operand.tensor, {.axis = axis, .cut = operand.cut}, operand.sizes);
 }
 
 at::Tensor as_plain(const Operand& operand, const std::shared_ptr<Axis>& axis) {
   if (operand.summed) return shared_out(operand.tensor, axis);
   if (!operand.is_split()) return operand.tensor;
-  return joined(operand.tensor, {.axis = axis, .cut = *operand.cut}, operand.sizes);
+  return joined(operand.tensor, {.axis = axis, .cut = operand.cut}, operand.sizes);
 }
 
 std::optional<Cut> sequence_cut(const Sizes& sizes, const Axis& axis) {
@@ -82,7 +82,7 @@ at::Tensor shared_for_parts(const at::Tensor& given, const std::shared_ptr<Axis>
   const at::Tensor result =
       !overlaps ? for_parts(operand, axis)
       : operand.is_split()
-          ? joined_for_parts_overlapped(operand.tensor, {.axis = axis, .cut = *operand.cut}, operand.sizes)
+          ? joined_for_parts_overlapped(operand.tensor, {.axis = axis, .cut = operand.cut}, operand.sizes)
           : used_in_part_overlapped(operand.tensor, axis);
   last = SharedConversion{.from = c10::weak_intrusive_ptr<c10::TensorImpl>(given.getIntrusivePtr()),
                           .to = c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()),

@@ -182,7 +182,7 @@ Outcome compute_product(Call& call, const Product& product) {
   const bool joins = joins_output(call.given(w.argument));
   const std::optional<Cut> sequence = of_layer && !joins ? sequence_cut(sizes, *call.axis()) : std::nullopt;
   if (chosen.letter == kSummed && sequence) {
-    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), {.axis = call.axis(), .cut = *sequence});
+    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), {.axis = call.axis(), .cut = sequence});
     if (bias.defined()) part = part + for_parts(bias, call.axis()).to(part.scalar_type());
     return call.finish_split(part, *sequence, sizes);
   }

@@ -16,7 +16,7 @@ Outcome dropout(Call& call) {
   if (!drops) return call.finish(call.split(x.tensor.alias(), *x.cut, x.sizes));
   if (p >= 1 || elements_of(x.sizes) == 0) return Outcome::kNone;
   const at::Tensor mask = at::empty(x.sizes, x.tensor.options()).bernoulli_(1 - p).div_(1 - p);
-  return call.finish_split(x.tensor * slice_of(mask, {.axis = call.axis(), .cut = *x.cut}), *x.cut, x.sizes);
+  return call.finish_split(x.tensor * slice_of(mask, {.axis = call.axis(), .cut = x.cut}), *x.cut, x.sizes);
 }
 
 }  // namespace
