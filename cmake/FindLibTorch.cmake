@@ -32,18 +32,12 @@ if(LibTorch_INCLUDE_DIR AND EXISTS "${LibTorch_INCLUDE_DIR}/torch/headeronly/ver
   string(SUBSTRING "${LibTorch_VERSION}" 1 -1 LibTorch_VERSION)
 endif()
 
-# The minors that core/torch_version knows. C++ programs do not survive a change of LibTorch's minor.
-set(_ds_torch_range "2.11 to 2.15")
-if(LibTorch_VERSION AND (LibTorch_VERSION VERSION_LESS 2.11 OR LibTorch_VERSION VERSION_GREATER_EQUAL 2.16))
-  message(FATAL_ERROR "LibTorch: expected a version of ${_ds_torch_range}, found ${LibTorch_VERSION} in ${LibTorch_INCLUDE_DIR}. "
-                      "`scripts/setup` installs one that fits, `scripts/setup --torch VERSION` another; or pass -DTorch_ROOT=DIR")
-endif()
-
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(
   LibTorch
   REQUIRED_VARS LibTorch_CPU_LIBRARY LibTorch_C10_LIBRARY LibTorch_INCLUDE_DIR
   VERSION_VAR LibTorch_VERSION
+  HANDLE_VERSION_RANGE
   REASON_FAILURE_MESSAGE
     "Run `make build` once (it installs LibTorch into .deps/), or pass -DTorch_ROOT=DIR with DIR/include and DIR/lib.")
 
