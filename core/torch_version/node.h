@@ -37,8 +37,8 @@ template <class Node>
 class WeakNodePointer {
  public:
   WeakNodePointer() = default;
-  WeakNodePointer(const NodePointer<Node>& node)
-      : node_(node) {}  // NOLINT(google-explicit-constructor): as std::weak_ptr
+  // NOLINTNEXTLINE(google-explicit-constructor): as std::weak_ptr
+  WeakNodePointer(const NodePointer<Node>& node) : node_(node) {}
   bool expired() const { return !node_ || node_->expired(); }
   NodePointer<Node> lock() const { return node_ ? node_->lock() : NodePointer<Node>(); }
 
