@@ -43,7 +43,7 @@ function(ds_add_test name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES})
-  target_compile_options(${name} PRIVATE -O0)  # what is tested is optimised; tests need not be
+  target_link_libraries(${name} PRIVATE ds_test_flags)
   if(arg_TORCH)
     target_link_libraries(${name} PRIVATE dsengine ds_test_main_torch GTest::gmock)
     target_precompile_headers(${name} REUSE_FROM ds_test_main_torch)

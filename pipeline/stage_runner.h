@@ -25,7 +25,8 @@ namespace ds::pipeline {
 
 // The parts of training that the runner leaves to its caller.
 struct StageCallbacks {
-  // Returns the next micro-batch. Called once for each, also where the first and the last stage are on one rank.
+  // Returns the next micro-batch. Called once for each, in order, and only on ranks with the first or the last stage;
+  // once too where one rank has both.
   BatchSource next;
   // Returns the scaled loss, from which backward starts.
   std::function<at::Tensor(const at::Tensor& loss)> root;
@@ -51,9 +52,10 @@ class StageRunner {
 
   // The results of the last stage for a batch.
   struct Result {
-    // The loss of each micro-batch, in order, as detached scalars; empty on ranks without the last stage.
+    // The loss of each micro-batch, in order, as detached scalars; empty without `with_loss`, and on ranks without the
+    // last stage.
     Tensors losses;
-    // The outputs for each micro-batch; filled by inference with `keep_outputs`.
+    // The outputs for each micro-batch; empty without `keep_outputs`, and on ranks without the last stage.
     std::vector<Tensors> outputs;
   };
   // Runs one batch by `schedule`, which has to have passed the checks of schedule_check.h. The actions at its end,

@@ -26,7 +26,7 @@ namespace {
 // Odd, with bits everywhere: numbers that differ do so in their low bits, too.
 constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
 
-// Replaces what this rank alone has done by what the ranks of its tensor axis say together. `changes`: ModelWatch's
+// Begins the comparison along the tensor axis and hands it to StepAgreement in `facts.axis`. `changes`: ModelWatch's
 // digest.
 void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c10::Device device) {
   facts.axis = std::make_shared<const AxisAgreement>(AxisFacts{.step = facts.step,

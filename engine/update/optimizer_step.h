@@ -57,8 +57,9 @@ class OptimizerStep {
   explicit OptimizerStep(const OptimizerStepDeps& deps);
 
   // Makes one step. Progress has its number already, and gets whether the step was applied, the norm and the peaks of
-  // memory. Throws UsageError for parameters without gradient, before the update. Throws NonFiniteError and
-  // optimizers::LossScaleError once the step is over.
+  // memory. Throws UsageError before the update: on a CPU where ranks differ, and, with Plan::require_all_gradients,
+  // for parameters without a gradient. On a GPU the next judge_late() throws where ranks differ. Throws NonFiniteError
+  // and optimizers::LossScaleError once the step is over.
   void run();
   // Finishes the reductions and returns the gradient norm, which run() will report. The next run() clips to `max_norm`
   // first, and then to the config's own limit (Plan::clip_norm).
@@ -68,13 +69,15 @@ class OptimizerStep {
   // Forgets the changes counted by note_gradient_change() and the norm given to clip(), because their accumulation is
   // dropped. Does not touch a late step.
   void forget_gradient_changes();
-  // Returns the late step: the last one, whose outcome the host has not waited for yet, or none (LateStep::exists()).
+  // Returns the holder of the late step, which is the last step until it is judged (LateStep::exists()).
   LateStep& late() { return late_; }
-  // Waits for the outcome of the late step, if there is one, and throws what run() would have thrown.
+  // Waits for the late step, if there is one, and judges it: throws UsageError where ranks differed in it, and logs a
+  // norm that is not finite. Collective.
   void judge_late();
 
  private:
-  // Compares the ranks and throws UsageError where they differ. `updated`: the step has been made meanwhile.
+  // Compares the ranks, puts their mean loss into Progress, and throws UsageError where they differ. `updated`: the
+  // step has been made meanwhile.
   void agree(StepAgreement& agreement, bool updated);
   // Collects what this rank compares with others, and resets it.
   StepFacts facts();

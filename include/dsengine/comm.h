@@ -52,7 +52,8 @@ struct FlightWatchOptions {
   bool end_process = true;  // ends a process that hangs after the report; false: it is left as it is
 };
 
-// How a reduction combines the elements of ranks. kBand, kBor and kBxor combine bits of integers, and truth values.
+// How a reduction combines the elements of ranks. kBand, kBor and kBxor combine bits of integers; kBand and kBor take
+// bool too.
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
 // What a group is for: all operations, or isend and irecv only. A group for messages takes no memory for collectives.
@@ -95,7 +96,7 @@ class Work {
 // The bytes this rank has sent, and its calls, by kind of operation. Bytes are those that a bandwidth-optimal algorithm
 // must send, for n bytes in the full tensor and W ranks. all_reduce counts 2n(W-1)/W, reduce_scatter and all_gather
 // n(W-1)/W. broadcast counts n and scatter n(W-1)/W, on the root only. reduce and gather count the bytes of this rank's
-// input, except on the root; all_to_all counts the parts for other ranks.
+// input, except on the root; all_to_all counts the parts for other ranks; send counts its tensor, except to itself.
 struct CommCounters {
   std::array<int64_t, kCollectiveKinds> bytes_sent{};  // indexed by CollectiveKind
   std::array<int64_t, kCollectiveKinds> calls{};
@@ -158,8 +159,8 @@ class Communicator {
   // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
   // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Later
-  // operations of this group, and of groups made from it, are marked with `step`, which messages about ranks that
-  // differ then name.
+  // operations of this group, of groups made from it and of the group that it was made from are marked with `step`,
+  // which messages about ranks that differ then name.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);
@@ -168,7 +169,7 @@ class Communicator {
 
  protected:
   Communicator(int rank, int size, std::string name);
-  // Starts a validated operation. Never called with size() == 1 except for barrier and self send/recv.
+  // Starts a validated operation. With size() == 1 it is called only for messages of the rank to itself.
   virtual Work launch(Collective collective) = 0;
   virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
   // Makes a group for messages alone; for implementations whose groups take memory for collectives.

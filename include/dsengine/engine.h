@@ -57,10 +57,10 @@ class Engine {
     return model->forward(prepared(std::forward<Inputs>(inputs))...);
   }
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
-  // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
-  // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
-  // scalar or has no graph. After an exception of autograd on all ranks, call zero_grad() and begin the accumulation
-  // anew. After one on this rank alone, end the program, because the other ranks have begun other collectives.
+  // runs autograd, and reduces gradients as they become ready. Returns the loss, divided likewise but without loss
+  // scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a scalar or has no
+  // graph. After an exception of autograd on all ranks, call zero_grad() and begin the accumulation anew. After one on
+  // this rank alone, end the program, because the other ranks have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   // Begins backward at a tensor of any shape with its gradient, as out.backward(gradient) of torch. The gradient has
   // the shape of `out` (UsageError for another one) and is scaled as a loss is. Monitors know no loss of such a step.
@@ -70,8 +70,9 @@ class Engine {
   // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
   // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error. The
   // state is then rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as it can
-  // after any exception before the update. After an exception in the middle of the update (a client optimizer throws, a
-  // file cannot be read) all calls throw UsageError until a checkpoint with optimizer states is loaded.
+  // after any other exception before the update but CommError. After one in the middle of the update (a client
+  // optimizer throws, a file cannot be read) all calls throw UsageError until a checkpoint with optimizer states is
+  // loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
   // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
@@ -108,7 +109,7 @@ class Engine {
   void write_pipeline_trace(const std::string& path);
 
   // --- around steps ------------------------------------------------------------------------------------------------
-  // While the returned guard lives, backward() adds to local gradients without any communication, at every stage.
+  // While the returned guard lives, backward() adds to this rank's gradients and reduces nothing, at every stage.
   class NoSync {
    public:
     explicit NoSync(Engine& engine);
@@ -137,8 +138,8 @@ class Engine {
   // Returns {beta1, beta2} or {momentum, 0} per parameter group; empty with a client optimizer.
   std::vector<std::vector<double>> get_mom() const;
   std::string get_type() const;  // the optimizer's name
-  // The L2 norm of the last step's gradients over the whole model before clipping, without loss scale; +inf after an
-  // overflow, nullopt before the first step.
+  // The L2 norm of the last step's gradients over the whole model before clipping, without loss scale; +inf where the
+  // step was skipped or an error; nullopt before the first step and where compute_grad_norm is false.
   std::optional<double> get_global_grad_norm() const;
   // The loss scale; 1 where losses are not scaled. On a GPU it may wait for the last step, and roll back a skipped one.
   double loss_scale() const;
@@ -192,8 +193,8 @@ class Engine {
   // Needed only before reading parameters' memory directly or from another thread. With delayed_update it is
   // collective: it waits for the running update and writes it to the parameters in place, so not between a forward and
   // its backward. If the engine ends while that update runs, the update is dropped, with a warning. With super_offload
-  // the host may have updated weights already during backward(). This call undoes that update, and step() repeats it.
-  // Every other call that reads the state does the same.
+  // the host may have updated weights during backward(). Calls that read weights or optimizer states, and this one,
+  // undo that update; step() repeats it.
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are
@@ -203,14 +204,15 @@ class Engine {
   // order, perhaps none.
   //
   // The gradient, between backward() of a step's last micro-batch and step(): the mean over ranks and micro-batches,
-  // without loss scale, before clipping. step() uses what is set. (At stage 0 .grad has it too; elsewhere reading .grad
-  // throws and says so.)
+  // without loss scale, before clipping. step() uses what is set. (Where .grad does not have it too, reading .grad
+  // throws and says why.)
   at::Tensor safe_get_full_grad(const at::Tensor& parameter);
   void safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
   at::Tensor safe_get_local_grad(const at::Tensor& parameter);
   void safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value);
-  // Asks step() to scale the gradients to at most this L2 norm over the whole model, before gradient_clipping applies.
-  // Called when the gradient can be read; returns the norm before. Replaces torch::nn::utils::clip_grad_norm_().
+  // Asks step() to scale the gradients to at most this L2 norm over the model, before gradient_clipping; of several
+  // calls the smallest counts. Called when the gradient can be read; returns the norm before. Replaces
+  // torch::nn::utils::clip_grad_norm_().
   double clip_grad_norm_(double max_norm);  // NOLINT(readability-identifier-naming): torch's name
   // The master weights. Setting them changes the model's weights at once, too.
   at::Tensor safe_get_full_fp32_param(const at::Tensor& parameter);

@@ -84,19 +84,22 @@ struct InitializeOptions {
   std::optional<Distributed> distributed;
   // The ranks of the job, as an existing group (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
-  // The ranks of the job, as a grid. Its axes "pipe" and "tensor" have to agree with pipeline.stages and
-  // tensor_parallel.autotp_size, where the config has these; an axis "sequence" longer than one is refused.
+  // The ranks of the job, as a grid. Its axis "pipe" must equal pipeline.stages (1 where neither config nor
+  // PipelineOptions has it), its axis "tensor" tensor_parallel.autotp_size where the config has that; an axis
+  // "sequence" longer than one is refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "auto", "cpu", "cuda" or "cuda:N"; the model is moved there. "auto": cuda where a GPU is visible to this process,
   // else cpu; ConfigError where a GPU is visible and cannot be used. Empty: the device of `distributed`; "cpu" with
   // `communicator`, `mesh` or `init`, whose ranks have met for a device of the program's choice; else "auto".
   std::string device;
-  // How ranks meet: "env://" (default), "tcp://host:port" or "file:///path".
+  // How ranks meet: "env://" (default), "tcp://host:port" or "file:///path"; not used with distributed, communicator,
+  // mesh or init.
   std::string init_method = "env://";
-  // The limit of every wait for other ranks.
+  // The limit of every wait for other ranks; not used with distributed, communicator, mesh or init.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // Whether to seed LibTorch's generators, with the config's key "seed" plus the rank's number. False: they go on as
-  // the program has left them, and the program sees to it that ranks draw different numbers.
+  // Whether to seed LibTorch's generators, with the config's key "seed" plus the rank's number; ranks of one tensor
+  // axis share a number and draw alike. False: they go on as the program has left them, and the program sees to it that
+  // ranks draw different numbers.
   bool seed_generators = true;
   // Values for keys that the config leaves "auto".
   config::AutoValues auto_values;
@@ -112,7 +115,8 @@ struct Initialized {
 
 // Reads the config, joins the ranks of the job (by the environment of ds-launch; without it the process is alone), lays
 // the parameters into buckets, broadcasts them from rank 0 and makes the engine. Throws ConfigError with every mistake
-// of the config, CommError when ranks do not come together or disagree on config or parameters.
+// of the config, UsageError for a model or options that cannot be trained, CommError when ranks do not come together or
+// disagree on config or parameters.
 Initialized initialize(const InitializeOptions& options);
 
 }  // namespace ds::engine

@@ -1,7 +1,8 @@
 // One start of a job on many hosts, as the first ds-launch runs it. It opens one ssh connection to each host, asks each
 // whether it can start the program (the check), orders the ranks to start, and waits until all have ended. If a rank
 // fails or a connection is lost, it tells the other hosts to end their ranks, and kills those that do not end in time.
-// One thread, one poll loop.
+// For an elastic job it also asks missing hosts now and then; when one is ready, it has the program end after its next
+// checkpoint, so that the next start takes the host in. One thread, one poll loop.
 //
 // Note [Who failed first, among hosts]
 // When a rank dies, ranks of other hosts soon fail too, and their reports may arrive before its own. So each host says
@@ -58,15 +59,16 @@ class Cluster {
     const OwnProgram& own;
     AskIntervals& intervals;
   };
-  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. What the reference
-  // arguments and JobDeps refer to outlives it.
+  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. `console`, `notices` and
+  // what JobDeps refers to outlive it; `options` is copied.
   Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job, Console& console,
           Notices& notices);
 
   // Returns the exit code of ds-launch: 0 when all ended well, that of the rank that failed first on any host, 255 for
   // a host that was lost, 2 when hosts are not ready (127 or 126: for lack of the program), 128 + signal, or
-  // kRestartExitCode where the program has ended for hosts to be taken in. Throws ConfigError, UsageError or
-  // ProgramError when not even ssh can be started.
+  // kRestartExitCode where the program has ended for hosts to be taken in. Throws UsageError or ProgramError when ssh
+  // cannot be started, ConfigError for a bad line of .deepspeed_env or bad --launcher_args, IoError when DS_ENV_FILE
+  // names no file.
   int run();
 
   // How the start ended. To be called after run().

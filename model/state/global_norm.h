@@ -8,10 +8,13 @@
 
 namespace ds::engine {
 
-// Returns the L2 norm of the finished gradient over the whole model, with the loss scale still in it. Collective.
+// Returns the L2 norm of the model's gradient over all ranks, with the loss scale in it, rounded to float32 unless the
+// model is float64. Where the reducer keeps gradients local (1-bit optimizers) it is an upper bound: the norm over the
+// gradients of all ranks, divided by sqrt(ranks) for a mean and multiplied by it for a sum. Called after
+// finish_gradients(). Collective.
 double global_norm(const ModelState& state);
-// Computes that norm on the device, which nobody waits for: float64 [1]; not finite also where squares are beyond
-// float32. Collective.
+// Returns the same norm as a float64 tensor [1] on the device, without waiting for it. It may be infinite for a finite
+// gradient whose squares exceed float32, where global_norm() sums again in float64. Collective.
 at::Tensor global_norm_on_device(const ModelState& state);
 
 }  // namespace ds::engine

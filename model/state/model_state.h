@@ -41,7 +41,7 @@ struct GradientDeps {
   std::unique_ptr<zero::GradientReducer> reducer;
 };
 
-// Order of members is order of construction; later ones refer to earlier ones.
+// Later members refer to earlier ones; members are destroyed in reverse order.
 struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
   Plan plan;
@@ -56,8 +56,8 @@ struct ModelState {
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
-  // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets where that is the
-  // model's dtype, else copies.
+  // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets, except where these
+  // have another dtype, an optimizer asks for copies (separate_master), or masters are offloaded.
   std::vector<at::Tensor> masters;
   GradientDeps gradients;
   std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups to add and count over, ranks to compare
@@ -68,7 +68,8 @@ struct ModelState {
   // Modules that the config has chosen recompute activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
 
-  // Returns the groups of ranks that share a bucket; no other place decides this.
+  // Returns the groups of ranks that share a bucket. zero::GradientExchange::groups_of() gives the reducer the same
+  // ones.
   zero::BucketGroups groups_of(size_t bucket) const;
   // Returns all groups of ranks, each once.
   std::vector<comm::Communicator*> all_groups() const;
@@ -76,7 +77,8 @@ struct ModelState {
   void for_each_on_host(const std::function<void(size_t bucket)>& update) const;
   // Whether the program has frozen a trainable parameter, by its number, since initialize().
   bool is_held_still(int64_t parameter) const { return held_still[static_cast<size_t>(parameter)] != 0; }
-  // Returns the frozen parameters that lie in no bucket and are full on every rank; none at stage 3.
+  // Returns the frozen parameters that lie in no bucket; none where parameters are gathered (stage 3, fully_shard).
+  // Each rank has all elements of them, or its part along the tensor axis.
   std::span<const zero::Parameter> frozen_outside_buckets() const {
     return gatherer == nullptr ? std::span<const zero::Parameter>(frozen) : std::span<const zero::Parameter>();
   }

@@ -70,11 +70,11 @@ class RankMeeting {
 // all_gathers at the same time. A communicator that compares labels then throws, and its message names the parameters
 // that each rank wanted.
 //
-// A rank that ran fewer operators than others is found at the latest when a backward begins or ends, because all ranks
-// meet there (RankMeeting). On a device communicators compare no labels: two all_gathers of different buckets of one
-// size would pair up and give wrong weights. There ranks meet once a step only, at the start of its last backward where
-// that is known, and step() compares digests of what they gathered (take_gather_digest()). Where sizes or numbers of
-// gathers differ, ranks may hang before that; the flight record says where each of them is.
+// All ranks meet when a backward begins and when it ends (RankMeeting), so a rank that ran fewer operators is found
+// there at the latest. On a device communicators compare no labels, so two all_gathers of different buckets of one size
+// would pair up and give wrong weights. There ranks meet once a step, at the start of its last backward where that is
+// known, and step() compares digests of the gathers (take_gather_digest()). If sizes or counts of gathers differ, ranks
+// may hang before that; the flight record then says where each one is.
 //
 // Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
 // from the engine.
@@ -95,7 +95,7 @@ class ParameterGatherer : public ParameterAccess {
 
   // `buckets`: those of trainable and of frozen parameters. They and the groups of `routes` outlive the gatherer.
   // `end_text`: the end of the error message for a parameter that is read after the gatherer was destroyed: "parameter
-  // NAME ... was read after TEXT".
+  // NAME or one beside it was read after TEXT".
   ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes, GatherLimits limits,
                     std::string end_text = kEndOfEngine);
   // Waits for gathers under way. Sharded parameters lose their elements: read them before.
@@ -121,10 +121,13 @@ class ParameterGatherer : public ParameterAccess {
   // All buckets, read only.
   const LiveBuckets& buckets() const { return buckets_; }
 
-  // With `keeps`, a bucket that is full stays so until end_update() or reshard().
+  // With `keeps`, passes do not release the bucket once it is full, until this is called with false. The end of an
+  // update, reshard(), release_memory(), changes in place and GatherLimits::max_live release it all the same.
   void keep_in_pass(size_t bucket, bool keeps) { buckets_[bucket].stays = keeps; }
-  // Called in backward: if the bucket is full, it stays so until it is used in forward, or reshard().
+  // Called in backward: once full, the bucket is not released before its next use in forward. The calls and the limit
+  // that keep_in_pass() names release it all the same.
   void keep_after_backward(size_t bucket) { buckets_[bucket].waits = true; }
+  // Sets which buckets are gathered ahead, from the next use on.
   void prefetch_by(PrefetchRules rules) { schedule_.prefetch_by(std::move(rules)); }
   // Releases the bucket, unless a scope holds it: its slices are about to change, or the pass has done with it.
   void reshard(size_t bucket);

@@ -138,7 +138,7 @@ void GradientReducer::keep_local(bool local) {
   if (local == exchange_.keeps_local()) return;
   require(!exchange_.options().transient() && !elsewhere_ && !have_replicas(buckets_, exchange_),
           "gradients can stay local where whole buckets stay on the device ",
-          "only: expected the reduction policy of stage 0 or 1");
+          "only: expected the reduction policy of stage 0 or 1, and no mics_shard_size");
   for (const GradientBucket& bucket : buckets_) {
     require(!bucket.launched() && !bucket.has_sum(),
             "expected no gradient when it changes whether gradients are reduced; call zero_grad() first");

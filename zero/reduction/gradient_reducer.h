@@ -1,10 +1,10 @@
 // Collects gradients in buckets and reduces each bucket while backward is still running.
 //
 // It does for every ZeRO stage what c10d's Reducer does for DDP: a stage only chooses when buckets are reduced
-// (ReductionPolicy). A hook on every parameter hands its gradient over as soon as autograd has made it; the last
-// gradient of a bucket starts that bucket's collective. Buckets are always reduced in the same order (the last bucket
-// of the model first), whatever order or subset of gradients a rank produces, so nothing can wait for a parameter that
-// got none: it contributes zeros.
+// (ReductionPolicy). A hook on every parameter hands its gradient over as soon as autograd has made it; a bucket's
+// collective starts when all its gradients are there and every bucket before it has started. The order is fixed, the
+// last bucket of the model first. The end of the pass starts the rest, with zeros for missing gradients, so that no
+// rank waits for a parameter that got none.
 //
 // Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
 // over passes that were reduced and passes that were not. The states of a bucket and of a pass, and their transitions:
@@ -42,8 +42,8 @@ namespace ds::zero {
 class GradientReducer {
  public:
   // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops the
-  // gradients that parameters already have, unless they are plain. Throws UsageError for a parameter that has a hook of
-  // another reducer.
+  // gradients that parameters already have, unless they are plain. No parameter may have a hook of another reducer;
+  // collect_parameters() (model/) checks that.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                   ReduceRoutes routes, const ReducerOptions& options);
   ~GradientReducer();
@@ -52,8 +52,9 @@ class GradientReducer {
 
   // With `local`, nothing is sent from now on: gradient() is this rank's own gradient of the full bucket. Without it,
   // buckets are reduced again. For optimizers that exchange something else than gradients. To be called between steps,
-  // while no gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and where reduced
-  // gradients are kept in host memory (ReduceRoutes::elsewhere).
+  // while no gradient is held. A change throws UsageError while gradients are held, with the policy
+  // kReduceScatterEveryBackward, with replicas (ReduceRoutes::replicas), and where reduced gradients are kept in host
+  // memory (ReduceRoutes::elsewhere).
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
@@ -63,12 +64,13 @@ class GradientReducer {
   // called at the start of every hook, from several autograd threads at once. It must call begin_backward() for the
   // pass if nobody has, and arrange that end_backward() follows.
   void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
-  // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
-  // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
-  // gradients, the same on all ranks; where the policy reduces in every pass, the others are left alone. Empty: all
-  // may. Throws UsageError while a pass runs, and after one that failed until reset(). With plain gradients the next
-  // pass may begin at once after a failed one. .grad is then as the failed pass left it, but for what
-  // abandon_backward() drops.
+  // Begin and end every backward pass. `synchronize`: false under no_sync; the pass then reduces nothing. `boundary`:
+  // this is the last micro-batch of an accumulation; only kReduceScatterEveryBackward reduces before it. `in_pass` says
+  // for each bucket whether the pass may give it gradients, the same on all ranks; empty: all may. Where every pass
+  // reduces, the other buckets are left alone, unless an earlier pass was not reduced. begin_backward() throws
+  // UsageError while a pass runs, after a failed pass or finish() until reset(), and while gradients of another
+  // engine's pass are left. With plain gradients a pass may follow a failed one at once; .grad is then as that one left
+  // it, without what abandon_backward() dropped.
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
@@ -79,8 +81,9 @@ class GradientReducer {
   void abandon_backward();
   bool failed() const { return state_ == PassState::kFailed; }  // whether the last pass threw
 
-  // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
-  // Throws UsageError while a pass runs, and after one that failed.
+  // Reduces what is still local (passes under no_sync, a boundary that was declared late) , waits for every reduction,
+  // and adds up the replicas (ReduceRoutes::replicas), after which no pass can add to them until reset(). Throws
+  // UsageError while a pass runs, after one that failed, and while gradients of another engine's pass are left.
   void finish();
   // For plain gradients: multiplies the reduced gradients by `factor` and puts them into .grad of the `used` parameters
   // (by number; empty: all). To be called after finish().
@@ -89,8 +92,8 @@ class GradientReducer {
   // activation checkpointing, which runs backward passes inside the pass, and where a gradient is complete only when
   // the pass ends.
   bool any_repeated() const { return any_repeated_; }
-  // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice.
-  // Undefined before any backward.
+  // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice; with
+  // keep_local(true) this rank's own gradient of the full bucket. Undefined before any backward.
   at::Tensor gradient(size_t bucket) const;
   // Drops all gradients, reduced or not. Not to be called while a pass runs.
   void reset();
@@ -98,9 +101,10 @@ class GradientReducer {
   void release_buffers();
   // The passes of other engines on the thread, whose gradients the program has to drop.
   NeighbourPasses& neighbours() { return neighbours_; }
-  // The numbers of the parameters that took part in no backward since the last reset.
+  // Returns the numbers of the parameters that got no gradient on this rank since the last reset() or show_gradients().
   std::vector<int64_t> parameters_without_gradient() const;
-  // The largest number of bytes held in gradient tensors since the last call.
+  // Returns the most bytes of bucket memory since the last call, free buffers included. Gradients that are kept
+  // elsewhere do not count.
   int64_t take_peak_bytes();
 
  private:
