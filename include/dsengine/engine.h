@@ -71,8 +71,7 @@ class Engine {
   // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error. The
   // state is then rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as it can
   // after any other exception before the update but CommError. After one in the middle of the update (a client
-  // optimizer throws, a file cannot be read) all calls throw UsageError until a checkpoint with optimizer states is
-  // loaded.
+  // optimizer throws, a file cannot be read) all calls throw UsageError until optimizer states are loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
   // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
@@ -189,12 +188,11 @@ class Engine {
   const std::shared_ptr<LrScheduler>& lr_scheduler() const;
   const std::shared_ptr<DataLoader>& training_dataloader() const;
 
-  // Waits for parameters that are still on their way after a step (a forward does it by itself, operator by operator).
-  // Needed only before reading parameters' memory directly or from another thread. With delayed_update it is
-  // collective: it waits for the running update and writes it to the parameters in place, so not between a forward and
-  // its backward. If the engine ends while that update runs, the update is dropped, with a warning. With super_offload
-  // the host may have updated weights during backward(). Calls that read weights or optimizer states, and this one,
-  // undo that update; step() repeats it.
+  // Waits for parameters that are still on their way after a step (a forward does it by itself). Needed only before
+  // reading parameters' memory directly or from another thread. With delayed_update it is collective: it waits for the
+  // running update and writes it to the parameters in place, so not between a forward and its backward. An update that
+  // runs when the engine ends is dropped, with a warning. With super_offload the host may have updated weights during
+  // backward(). Calls that read weights or optimizer states, and this one, undo that update; step() repeats it.
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are
@@ -210,8 +208,8 @@ class Engine {
   void safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
   at::Tensor safe_get_local_grad(const at::Tensor& parameter);
   void safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value);
-  // Asks step() to scale the gradients to at most this L2 norm over the model, before gradient_clipping; of several
-  // calls the smallest counts. Called when the gradient can be read; returns the norm before. Replaces
+  // Asks step() to clip the gradients of the model to this L2 norm, before gradient_clipping; of several calls the
+  // smallest counts. Called when the gradient can be read; returns the norm before. As
   // torch::nn::utils::clip_grad_norm_().
   double clip_grad_norm_(double max_norm);  // NOLINT(readability-identifier-naming): torch's name
   // The master weights. Setting them changes the model's weights at once, too.
