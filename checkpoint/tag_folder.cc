@@ -74,12 +74,12 @@ std::vector<std::string> hidden_names(const std::string& save_dir, const std::st
   return names;
 }
 
-constexpr size_t kDigits = 16;  // of new_run()
+constexpr size_t kRunDigits = 16;  // of new_run()
 
 // The tag for which new_save() may have given this name, without dot and ending; empty: none.
 std::string tag_of_save(const std::string& name) {
-  if (name.size() <= kDigits + 1 || name[name.size() - kDigits - 1] != '.') return {};
-  const size_t dot = name.size() - kDigits - 1;
+  if (name.size() <= kRunDigits + 1 || name[name.size() - kRunDigits - 1] != '.') return {};
+  const size_t dot = name.size() - kRunDigits - 1;
   return name.find_first_not_of("0123456789abcdef", dot + 1) == std::string::npos ? name.substr(0, dot) : std::string();
 }
 
@@ -153,7 +153,7 @@ std::string tag_path(const std::string& save_dir, const std::string& tag) {
 
 std::string new_run() {
   std::random_device random;
-  char number[kDigits + 1];
+  char number[kRunDigits + 1];
   std::snprintf(number, sizeof number, "%08x%08x", random(), random());
   return number;
 }

@@ -241,7 +241,7 @@ void ShardedModel::abandon_pass() noexcept {
   }
 }
 
-void ShardedModel::require_between_passes(const char* call) const {
+void ShardedModel::require_between_passes(const char* call) {
   require(pass_ != nullptr, call, ": this unit has become part of another fully_shard; ask that one");
   require(!pass_->running(), call,
           " was called while a backward pass is running; call it after loss.backward() returns");

@@ -61,7 +61,7 @@ class ShardedModel {
   // Called before anything that reads or changes slices: waits for gathers under way and throws what failed in them,
   // and has slices take over what the program has changed in place. Throws UsageError while a pass runs, and for a
   // model that has ended.
-  void require_between_passes(const char* call) const;
+  void require_between_passes(const char* call);
   // Sets the optimizer whose states are in checkpoints; none but while one is written or read.
   void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }
 

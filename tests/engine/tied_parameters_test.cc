@@ -181,7 +181,7 @@ std::string log_of_start(const Keep& keep) {
   testing::internal::CaptureStdout();
   test::run_ranks(1, [&](comm::Communicator& communicator) {
     SmallNet model;
-    const auto kept = keep(*model);
+    [[maybe_unused]] const auto kept = keep(*model);
     start(model.ptr(), small_config(1, 1), communicator);
   });
   return testing::internal::GetCapturedStderr() + testing::internal::GetCapturedStdout();
