@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dsengine/errors.h"
+#include "parallel/split_module.h"
 #include "tests/parallel/split_ranks.h"
 
 namespace ds::parallel {
