@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/text.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "tests/loops/replicas.h"
 #include "tests/loops/shortened_table.h"
@@ -198,8 +199,8 @@ TEST(DdpTraining, TwoParametersOverOneMemoryTrainAsPlainTorchDoes) {
   test::run_ranks(2, [&](comm::Communicator& group) {
     torch::nn::Sequential model = turned_over();
     DistributedDataParallel ddp(model, {.process_group = shared(group)});
-    expect_close(train_turned_over(model, [&](int step) { return batch_of(group.rank(), step); }), expected,
-                 kTolerance);
+    expect_close(train_turned_over(model, [&](int step) { return batch_of(group.rank(), step); }), expected, kTolerance,
+                 cat("rank ", group.rank()));
   });
 }
 
