@@ -24,10 +24,11 @@ template <class Layer>
 std::optional<RenormedTable> table_of(const torch::nn::Module& module) {
   const auto* const layer = module.as<Layer>();
   if (layer == nullptr || !layer->options.max_norm()) return std::nullopt;
+  // As torch::nn::functional::embedding() rounds them.
   return RenormedTable{.name = {},
                        .weight = layer->weight,
-                       .max_norm = *layer->options.max_norm(),
-                       .norm_type = layer->options.norm_type()};
+                       .max_norm = static_cast<float>(*layer->options.max_norm()),
+                       .norm_type = static_cast<float>(layer->options.norm_type())};
 }
 
 at::Tensor norms_of_rows(const at::Tensor& rows, double norm_type) {
@@ -57,7 +58,7 @@ std::vector<RenormedTable> renormed_tables(const torch::nn::Module& module,
 void share_shortened_rows(const RenormedTable& table, comm::Communicator& ranks, bool is_current) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
-  const at::Tensor values = table.weight.detach();
+  at::Tensor values = table.weight.detach();
   const at::Tensor own = norms_of_rows(values, table.norm_type);
   const at::Tensor shortest = is_current ? own.clone() : at::full_like(own, std::numeric_limits<double>::infinity());
   ranks.all_reduce(shortest, comm::ReduceOp::kMin, cat("lengths of the rows of ", table.name)).wait();
