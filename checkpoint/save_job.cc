@@ -99,9 +99,13 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
 }
 
 // Does not throw: what was saved stands, whatever becomes of the old tags.
-void SaveJob::remove_old_tags() const {
+void SaveJob::remove_old_tags(const std::string& run) const {
   try {
-    keep_last_tags(target_.save.save_dir, target_.keep_last, target_.save.tag);
+    const auto& [save_dir, tag, incomplete] = target_.save;
+    for (const std::string& removed : keep_last_tags(save_dir, target_.keep_last, tag, run)) {
+      log::info("checkpoint \"", tag, "\" is saved, and with keep_last ", target_.keep_last, " the older \"", removed,
+                "\" in ", save_dir, " is removed");
+    }
   } catch (const std::exception& error) {
     log::warning("checkpoint \"", target_.save.tag, "\" is saved, but older ones could not be removed: ", error.what());
   }
@@ -110,6 +114,7 @@ void SaveJob::remove_old_tags() const {
 void SaveJob::publish(TrainingState state, std::map<std::string, std::string> aliases,
                       std::chrono::milliseconds patience) {
   if (target_.mock) return;
+  const std::string run = state.run;
   try {
     Index index;
     index.state = std::move(state);
@@ -129,7 +134,7 @@ void SaveJob::publish(TrainingState state, std::map<std::string, std::string> al
     abandon_tag(target_.save);
     throw;
   }
-  if (target_.keep_last > 0) remove_old_tags();
+  if (target_.keep_last > 0) remove_old_tags(run);
   if (!target_.save_latest) return;
   try {
     write_latest(target_.save.save_dir, target_.save.tag, target_.durable);

@@ -27,7 +27,7 @@ struct SaveTarget {
   int rank = 0;
   int ranks = 1;
   bool save_latest = true;
-  int64_t keep_last = 0;     // whole tags that stay; 0: all
+  int64_t keep_last = 0;     // whole tags that stay of those that its run has saved with keep_last; 0: all
   bool durable = true;       // on the disk when it is published; else a crash of the machine may damage it
   bool of_one_host = false;  // the folder is for the ranks of this host only, see Index
   bool mock = false;         // nothing is written and nothing published: checksums are all that is made of the state
@@ -62,7 +62,7 @@ class SaveJob {
   void hurry(std::chrono::milliseconds patience) { latest_end_ = std::chrono::steady_clock::now() + patience; }
 
  private:
-  void remove_old_tags() const;
+  void remove_old_tags(const std::string& run) const;
   void join_tables(Index& index, std::chrono::milliseconds patience);
 
   SaveTarget target_;

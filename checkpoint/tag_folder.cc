@@ -11,6 +11,8 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <random>
 #include <system_error>
 #include <thread>
@@ -72,11 +74,37 @@ std::vector<std::string> hidden_names(const std::string& save_dir, const std::st
   return names;
 }
 
-// Whether new_save() may have given this name, without dot and ending, for the tag.
-bool is_save_of(const std::string& tag, const std::string& name) {
-  constexpr size_t kDigits = 16;
-  return name.size() == tag.size() + 1 + kDigits && name.starts_with(tag + ".") &&
-         name.find_first_not_of("0123456789abcdef", tag.size() + 1) == std::string::npos;
+constexpr size_t kRunDigits = 16;  // of new_run()
+
+// The tag for which new_save() may have given this name, without dot and ending; empty: none.
+std::string tag_of_save(const std::string& name) {
+  if (name.size() <= kRunDigits + 1 || name[name.size() - kRunDigits - 1] != '.') return {};
+  const size_t dot = name.size() - kRunDigits - 1;
+  return name.find_first_not_of("0123456789abcdef", dot + 1) == std::string::npos ? name.substr(0, dot) : std::string();
+}
+
+// The tags of this process by their paths, and who has saved them. Never destroyed: an engine in a global may end later
+// than any other global.
+struct Claims {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<const int>> owners;
+
+  static Claims& of_process() {
+    static auto& claims = *new Claims;
+    return claims;
+  }
+  static std::string key_of(const std::string& save_dir, const std::string& tag) {
+    std::error_code error;
+    const fs::path path = fs::weakly_canonical(save_dir, error);
+    return tag_path(error ? save_dir : path.string(), tag);
+  }
+};
+
+bool is_claimed(const std::string& save_dir, const std::string& tag) {
+  Claims& claims = Claims::of_process();
+  const std::lock_guard lock(claims.mutex);
+  const auto found = claims.owners.find(Claims::key_of(save_dir, tag));
+  return found != claims.owners.end() && !found->second.expired();
 }
 
 // If it is there.
@@ -123,17 +151,34 @@ std::string tag_path(const std::string& save_dir, const std::string& tag) {
   return (fs::path(save_dir) / tag).string();
 }
 
-TagSave new_save(const std::string& save_dir, const std::string& tag) {
+std::string new_run() {
   std::random_device random;
-  char number[17];
+  char number[kRunDigits + 1];
   std::snprintf(number, sizeof number, "%08x%08x", random(), random());
-  return {save_dir, tag, hidden_path(save_dir, cat(tag, ".", number), kIncomplete)};
+  return number;
+}
+
+TagSave new_save(const std::string& save_dir, const std::string& tag) {
+  return {save_dir, tag, hidden_path(save_dir, cat(tag, ".", new_run()), kIncomplete)};
+}
+
+void TagOwner::claim(const std::string& save_dir, const std::string& tag) const {
+  require_tag(tag);
+  Claims& claims = Claims::of_process();
+  const std::lock_guard lock(claims.mutex);
+  std::weak_ptr<const int>& owner = claims.owners[Claims::key_of(save_dir, tag)];
+  const std::shared_ptr<const int> other = owner.lock();
+  require(!other || other == identity_, "save_checkpoint: \"", tag, "\" in ", save_dir, ": expected a tag that this ",
+          "engine has saved, or nobody, found that of another engine of this program, which would lose its ",
+          "checkpoint. Give each engine a save_dir of its own (\"", (fs::path(save_dir) / "generator").native(),
+          "\"), or tags of its own");
+  owner = identity_;
 }
 
 std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag) {
   std::vector<std::string> paths;
   for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
-    if (is_save_of(tag, name)) paths.push_back(hidden_path(save_dir, name, kIncomplete));
+    if (tag_of_save(name) == tag) paths.push_back(hidden_path(save_dir, name, kIncomplete));
   }
   return paths;
 }
@@ -213,7 +258,8 @@ std::vector<TagInfo> whole_tags(const std::string& save_dir) {
     const fs::path index = entry.path() / kIndexName;
     if (name.starts_with('.') || !there(index)) continue;
     try {
-      tags.push_back({name, index_from(read_text(index.string()), index.string()).state.global_steps});
+      const TrainingState state = index_from(read_text(index.string()), index.string()).state;
+      tags.push_back({name, state.global_steps, state.keep_last_tag == name ? state.run : std::string()});
     } catch (const IoError&) {  // not whole
     }
   }
@@ -223,8 +269,10 @@ std::vector<TagInfo> whole_tags(const std::string& save_dir) {
   return tags;
 }
 
-void keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept) {
+std::vector<std::string> keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept,
+                                        const std::string& run) {
   for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
+    if (is_claimed(save_dir, tag_of_save(name))) continue;  // by an engine that lives, and may write there now
     remove_folder(hidden_path(save_dir, name, kIncomplete));
   }
   const std::vector<TagInfo> tags = whole_tags(save_dir);
@@ -233,8 +281,10 @@ void keep_last_tags(const std::string& save_dir, int64_t count, const std::strin
     if (there(tag_path(save_dir, tag))) fs::remove_all(replaced_path(save_dir, tag), ignored);
   }
   const std::optional<std::string> latest = read_latest(save_dir);
+  std::vector<std::string> removed;
   int64_t staying = 0;
   for (const TagInfo& tag : tags) {
+    if (tag.tag != kept && (tag.kept_by.empty() || tag.kept_by != run)) continue;  // somebody else's
     if (tag.tag == kept || staying < count - 1) {
       staying += tag.tag == kept ? 0 : 1;
       continue;
@@ -244,7 +294,9 @@ void keep_last_tags(const std::string& save_dir, int64_t count, const std::strin
     const TagSave hidden = new_save(save_dir, tag.tag);
     rename_folder(tag_path(save_dir, tag.tag), hidden.incomplete);
     abandon_tag(hidden);
+    removed.push_back(tag.tag);
   }
+  return removed;
 }
 
 }  // namespace ds::checkpoint

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,6 +33,20 @@ TagSave new_save(const std::string& save_dir, const std::string& tag);
 // Returns the paths of the folders of all saves of this tag that are not over, or that dead jobs left.
 std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag);
 
+// The number of a run, 16 hex digits, another one for each call.
+std::string new_run();
+
+// Whoever saves checkpoints in this process, an engine say. What it has saved is its own as long as it lives: another
+// one's save into the same tag would lose a checkpoint that somebody still counts on. Thread safe.
+class TagOwner {
+ public:
+  // Notes the tag as the owner's. Throws UsageError where it is that of another one, which lives, and as require_tag().
+  void claim(const std::string& save_dir, const std::string& tag) const;
+
+ private:
+  std::shared_ptr<const int> identity_ = std::make_shared<const int>();
+};
+
 // Makes the folder, and removes those that dead jobs left. Throws IoError, also when tag_path() is there and holds
 // something else than a checkpoint of dsengine: that would be lost.
 void begin_tag(const TagSave& save);
@@ -51,11 +66,13 @@ void put_back_replaced(const std::string& save_dir);
 struct TagInfo {
   std::string tag;
   int64_t global_steps = 0;
+  std::string kept_by;  // the run whose keep_last counts it; empty: none does
 };
 // Returns the tags whose index is whole, latest step first. Puts back a folder whose replacement was cut off.
 std::vector<TagInfo> whole_tags(const std::string& save_dir);
-// Removes all whole tags but the `count` with the latest steps, `kept` always staying, and incomplete ones of dead
-// jobs.
-void keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept);
+// Removes the tags that keep_last of the run `run` has saved, but for the `count` with the latest steps, among them
+// `kept`, which always stays, as what `latest` names does. Returns them. Removes incomplete tags of dead jobs too.
+std::vector<std::string> keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept,
+                                        const std::string& run);
 
 }  // namespace ds::checkpoint

@@ -196,6 +196,11 @@ uint64_t OpInterceptor::outermost_operator() {
   return thread == nullptr ? 0 : thread->outermost.load(std::memory_order_relaxed);
 }
 
+std::string_view OpInterceptor::operator_name() {
+  const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
+  return thread == nullptr || !thread->visiting ? std::string_view() : std::string_view(thread->function->name());
+}
+
 bool OpInterceptor::changes_tensor() {
   const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
   if (thread == nullptr || !thread->visiting || thread->argument >= 64) return false;

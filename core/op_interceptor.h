@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string_view>
 #include <utility>
 
 namespace at {
@@ -49,6 +50,8 @@ class OpInterceptor {
   // Counts the outermost operators that this thread has begun while interceptors were enabled: inside the callback, the
   // number of the one that is running, whatever operators it calls.
   static uint64_t outermost_operator();
+  // Inside the callback, the name of the operator, "aten::linear"; empty outside.
+  static std::string_view operator_name();
   // Whether, inside the callback, the operator's schema says that it changes the elements of the tensor at hand.
   static bool changes_tensor();
 

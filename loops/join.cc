@@ -103,6 +103,7 @@ void ReplicatedModel::Impl::shadow_pass() {
   reducer->end_backward();
   used.take_part(*group);
   reducer->finish();
+  share_rows(/*has_pass=*/false);
   ++reductions;
   if (options.broadcast_buffers) follow_buffers(last_rank_with_pass());
 }

@@ -175,6 +175,7 @@ ReplicatedModel::Impl::Impl(std::shared_ptr<torch::nn::Module> model, const Dist
     buckets.emplace_back(std::move(layout), parameters.trainable);
   }
   take_values(all_tensors(parameters), 0, "values");
+  if (group->size() > 1) renormed = renormed_tables(*module, parameters.trainable);
   norms = norm::give_ranks(norm::layers_without_ranks(*module), *group);
   make_reducer();
 }
@@ -265,6 +266,11 @@ void ReplicatedModel::Impl::show_gradients(const std::vector<char>& any_used) {
     factor = static_cast<double>(group->size()) / static_cast<double>(ranks);
   }
   reducer->show_gradients(any_used, factor);
+  share_rows();
+}
+
+void ReplicatedModel::Impl::share_rows(bool has_pass) {
+  for (const RenormedTable& table : renormed) share_shortened_rows(table, *group, has_pass);
 }
 
 void ReplicatedModel::Impl::take_values(const std::vector<zero::Parameter>& of, int root, const char* what) {

@@ -13,6 +13,7 @@
 #include "dsengine/distributed_data_parallel.h"
 #include "loops/backward_pass.h"
 #include "loops/comm_hooks.h"
+#include "loops/renormed_tables.h"
 #include "loops/used_parameters.h"
 #include "model/state/model_layout.h"
 #include "zero/parameter_bucket.h"
@@ -27,6 +28,9 @@ struct ReplicatedModel::Impl {
   void begin_backward();
   void end_backward();
   void show_gradients(const std::vector<char>& used);
+  // Ends a pass that reduces, on all ranks: tables with max_norm get the rows shortened that any rank has looked up.
+  // `has_pass`: false for a rank in join(), which makes no steps any more.
+  void share_rows(bool has_pass = true);
   // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
   void require_same_module() const;
   // Gives the values rank `root`'s.
@@ -56,6 +60,7 @@ struct ReplicatedModel::Impl {
   std::vector<at::TensorOptions> kinds;  // dtype and device of the trainable ones
   std::shared_ptr<comm::Communicator> group;
   std::vector<zero::ParameterBucket> buckets;
+  std::vector<RenormedTable> renormed;  // none with one rank
   UsedParameters used;
   HookedReduction hooked;
   BackwardPass pass;

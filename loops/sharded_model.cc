@@ -13,6 +13,7 @@
 #include "loops/first_values.h"
 #include "loops/shard_ranks.h"
 #include "model/state/finished_gradients.h"
+#include "model/state/parameter_memory.h"
 #include "model/state/part_options.h"
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/start_values.h"
@@ -86,6 +87,8 @@ void add_up_summed(const engine::ModelState& state, SliceGradients& gradients, c
 ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
                            const std::vector<LayoutUnit>& units, EarlierUnits& earlier)
     : options_(options), ranks_(ranks_of(*module, options)) {
+  engine::require_own_memory(*module, "fully_shard", ranks_.world->rank() == 0,
+                             [&](const at::Tensor& tensor) { return earlier.have(tensor); });
   move_to(ranks_.device, *module, earlier);
   state_.module = module;
   state_.ranks = engine_ranks(ranks_);
@@ -174,6 +177,7 @@ void ShardedModel::watch_slices() {
     if (bucket.sharded()) bucket_of_parameters_.emplace(bucket.storage().released_storage().unsafeGetStorageImpl(), b);
   }
   marks_.emplace(state_.parameters);
+  if (ranks_.all->size() > 1) lookups_.emplace(renormed_tables(*state_.module, state_.parameters), *ranks_.all);
   watch_ = std::make_unique<OpInterceptor>([this](const at::Tensor& tensor) { before_operator(tensor); });
   watch_->enable();
 }
@@ -184,8 +188,12 @@ void ShardedModel::before_operator(const at::Tensor& tensor) {
   const void* const storage = tensor.storage().unsafeGetStorageImpl();
   // In a forward that a backward pass may follow, not in an optimizer, which is to find them.
   if (marks_->present() && at::GradMode::is_enabled() && bucket_of_parameters_.contains(storage)) marks_->take_away();
+  if (lookups_) lookups_->before_operator(tensor);
   const auto found = bucket_of_slice_.find(storage);
-  if (found != bucket_of_slice_.end() && OpInterceptor::changes_tensor()) slice_changes(found->second);
+  if (found == bucket_of_slice_.end()) return;
+  // An optimizer steps from the values that the program has given the parameters.
+  state_.gatherer->held().publish_changes(found->second);
+  if (OpInterceptor::changes_tensor()) slice_changes(found->second);
 }
 
 // Whole parameters are those before the change. Every rank's optimizer changes its slices.
@@ -199,6 +207,7 @@ void ShardedModel::slice_changes(size_t bucket) {
 
 void ShardedModel::begin_pass() {
   marks_->take_away();
+  if (lookups_) lookups_->rethrow();
   if (awaits_values_) require_values(*this);
   awaits_values_ = false;
   require_same_parameters(state_);
@@ -232,11 +241,13 @@ void ShardedModel::abandon_pass() noexcept {
   }
 }
 
-void ShardedModel::require_between_passes(const char* call) const {
+void ShardedModel::require_between_passes(const char* call) {
   require(pass_ != nullptr, call, ": this unit has become part of another fully_shard; ask that one");
   require(!pass_->running(), call,
           " was called while a backward pass is running; call it after loss.backward() returns");
   state_.gatherer->wait_all();
+  if (lookups_) lookups_->rethrow();
+  for (size_t b = 0; b < state_.gatherer->buckets().size(); ++b) state_.gatherer->held().publish_changes(b);
 }
 
 void ShardedModel::end_as_unit() {

@@ -24,6 +24,7 @@
 #include "loops/backward_pass.h"
 #include "loops/first_values.h"
 #include "loops/gather_control.h"
+#include "loops/renormed_tables.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
 #include "loops/slice_leaves.h"
@@ -57,9 +58,10 @@ class ShardedModel {
   void end_as_unit();
   // Whether parameters were on the meta device, and nobody has looked whether they have got values since.
   bool awaits_values() const { return awaits_values_; }
-  // Called before anything that reads or changes slices: waits for gathers under way and throws what failed in them.
-  // Throws UsageError while a pass runs, and for a model that has ended.
-  void require_between_passes(const char* call) const;
+  // Called before anything that reads or changes slices: waits for gathers under way and throws what failed in them,
+  // and has slices take over what the program has changed in place. Throws UsageError while a pass runs, and for a
+  // model that has ended.
+  void require_between_passes(const char* call);
   // Sets the optimizer whose states are in checkpoints; none but while one is written or read.
   void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }
 
@@ -85,7 +87,8 @@ class ShardedModel {
   std::optional<GatherControl> gathers_;                     // nothing once the model has ended
   std::unordered_map<const void*, size_t> bucket_of_slice_;  // by storage
   std::unordered_map<const void*, size_t> bucket_of_parameters_;
-  std::optional<GradientMarks> marks_;  // nothing once the model has ended
+  std::optional<SharedLookups> lookups_;  // tables with max_norm; nothing with one rank
+  std::optional<GradientMarks> marks_;    // nothing once the model has ended
   bool sync_ = true;
   bool sync_in_pass_ = true;
   std::unique_ptr<BackwardPass> pass_;

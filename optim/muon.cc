@@ -76,8 +76,11 @@ std::vector<at::Tensor> steps_by_shape(const std::vector<WantedStep>& wanted, Ne
 }  // namespace
 
 bool uses_muon(const ParameterInfo& parameter) {
-  return parameter.sizes.size() >= 2 && parameter.name.find("embed") == std::string::npos &&
-         parameter.name.find("lm_head") == std::string::npos;
+  const auto is_table = [](const std::string& name) {
+    return name.find("embed") != std::string::npos || name.find("lm_head") != std::string::npos;
+  };
+  return parameter.sizes.size() >= 2 && !is_table(parameter.name) &&
+         std::none_of(parameter.other_names.begin(), parameter.other_names.end(), is_table);
 }
 
 Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows)

@@ -22,7 +22,7 @@
 
 namespace ds::optimizers {
 
-// Two or more dimensions, and neither "embed" nor "lm_head" in the name.
+// Two or more dimensions, and neither "embed" nor "lm_head" in any of its names.
 bool uses_muon(const ParameterInfo& parameter);
 
 class Muon final : public CopyingOptimizer {

@@ -56,6 +56,22 @@ Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>&
   return cut;
 }
 
+// A tied parameter is meant by any of its names: what a rule says of one holds for those that no rule matches.
+void share_rules(const torch::OrderedDict<std::string, at::Tensor>& parameters, SplitPlan& plan) {
+  std::unordered_map<const c10::TensorImpl*, size_t> ruled;
+  for (size_t i = 0; i < plan.size(); ++i) {
+    if (plan[i].by_rule) ruled.try_emplace(parameters[i].value().unsafeGetTensorImpl(), i);
+  }
+  for (size_t i = 0; i < plan.size(); ++i) {
+    const auto found = ruled.find(parameters[i].value().unsafeGetTensorImpl());
+    if (plan[i].by_rule || found == ruled.end()) continue;
+    const std::string name = plan[i].name;
+    plan[i] = plan[found->second];
+    plan[i].name = name;
+    plan[i].reason += cat(", of ", plan[found->second].name, ", which is the same tensor");
+  }
+}
+
 }  // namespace
 
 SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks) {
@@ -66,6 +82,7 @@ SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRu
     shapes.push_back({.name = entry.key(), .sizes = entry.value().sizes().vec()});
   }
   SplitPlan plan = plan_splits(shapes, rules, ranks);
+  share_rules(parameters, plan);
   std::unordered_map<const c10::TensorImpl*, const ParameterSplit*> seen;
   for (size_t i = 0; i < plan.size(); ++i) {
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);

@@ -66,7 +66,7 @@ std::optional<int64_t> cut_dim(const SplitRule& rule, size_t dims) {
 }
 
 ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int ranks) {
-  ParameterSplit result{.name = parameter.name, .sizes = parameter.sizes, .reason = {}};
+  ParameterSplit result{.name = parameter.name, .sizes = parameter.sizes, .reason = {}, .by_rule = true};
   const std::string by = rule.origin.empty() ? cat(name_of_style(rule.style), ", by '", rule.pattern, "'")
                                              : cat(name_of_style(rule.style), ", by ", rule.origin);
   const std::optional<int64_t> dim = cut_dim(rule, parameter.sizes.size());

@@ -20,6 +20,17 @@ struct Parameter {
   std::string name;
   at::Tensor tensor;
   std::shared_ptr<const TensorPart> part = nullptr;  // which part of the parameter `tensor` is; null: all of it
+  std::vector<std::string> other_names = {};         // the further names of a tied parameter, in module order
+
+  // The first of the parameter's names for which `matches` is true, or null: all names of a tied parameter count.
+  template <class Matches>
+  const std::string* name_that(const Matches& matches) const {
+    if (matches(name)) return &name;
+    for (const std::string& other : other_names) {
+      if (matches(other)) return &other;
+    }
+    return nullptr;
+  }
 
   // The sizes of the full parameter.
   std::vector<int64_t> whole_sizes() const { return part ? part->whole_sizes() : tensor.sizes().vec(); }

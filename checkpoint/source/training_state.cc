@@ -78,6 +78,8 @@ json to_json(const TrainingState& state) {
                  {"client_state", state.client_state}};
   if (state.pipeline_stages > 1) result["pipeline_stages"] = state.pipeline_stages;
   if (state.tensor_ranks > 1) result["tensor_ranks"] = state.tensor_ranks;
+  if (!state.run.empty()) result["run"] = state.run;
+  if (!state.keep_last_tag.empty()) result["keep_last_tag"] = state.keep_last_tag;
   if (state.optimizer) {
     json groups = json::array();
     for (const optimizers::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
@@ -117,6 +119,8 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     state.tensor_ranks = json_integer<int>(value.value("tensor_ranks", json(1)));
     state.zero_stage = json_integer<int64_t>(value.at("zero_stage"));
     state.precision = value.at("precision").get<std::string>();
+    state.run = value.value("run", std::string());
+    state.keep_last_tag = value.value("keep_last_tag", std::string());
     state.config = value.at("config");
     state.client_state = value.at("client_state");
     if (value.contains("optimizer")) state.optimizer = optimizer_from(value["optimizer"]);

@@ -45,6 +45,12 @@ struct TrainingState {
   std::optional<int64_t> lr_iteration;              // LrScheduler::last_batch_iteration()
   std::optional<optimizers::PlateauState> plateau;  // LrScheduler::plateau()
   std::optional<DataPosition> data;
+  // The run that saved it, a number of 16 digits that runs which go on from one of its checkpoints take over; empty: a
+  // writer without runs.
+  std::string run;
+  // The tag under which keep_last counts it, and may remove it; empty: it was saved without keep_last. A copy of the
+  // folder under another name is not counted.
+  std::string keep_last_tag;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
   nlohmann::json client_state = nlohmann::json::object();  // the program's own values
 };

@@ -43,6 +43,11 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
        "small modules share a bucket, which is gathered as one, already");
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
        "slices are gathered in place; an all-reduce would send twice as much");
+  const config::LeafModuleSection& leaf = zero.leaf_module;
+  moot(!leaf.classes.empty() || !leaf.names.empty() || !leaf.name_suffixes.empty(), "leaf_module",
+       zero.stage == 3 ? "operators gather what they read, not modules; what some ranks do not use, as experts without "
+                         "tokens, is read in a scope of engine->gathered_parameters()"
+                       : "parameters are whole below stage 3");
   moot(zero.stage == 0 && plan.loss_scaling == LossScaling::kDynamic && is_given(config, "fp16.hysteresis"),
        "hysteresis", "at stage 0 each overflow halves the loss scale, as in DeepSpeed");
   moot(zero.stage3_release_always && !plan.gather, "stage3_release_always",

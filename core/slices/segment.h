@@ -23,6 +23,7 @@ struct ParameterInfo {
   std::string name;            // dotted path in the module, for example "h.0.attn.qkv.weight"
   std::vector<int64_t> sizes;  // the parameter's shape
   int64_t numel = 0;
+  std::vector<std::string> other_names = {};  // the further names of a tied parameter
 };
 
 }  // namespace ds

@@ -25,6 +25,7 @@
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
 #include "layers/compressed/compressed_model.h"
+#include "model/state/parameter_memory.h"
 #include "model/state/part_options.h"
 #include "model/state/recomputed_modules.h"
 #include "model/state/same_on_all_ranks.h"
@@ -175,6 +176,8 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
     model.pipeline = build_pipeline(layers, model.ranks.mesh->group(comm::MeshAxis::kPipe), config, model.plan,
                                     model.ranks.device, *model.ranks.world);
   }
+  // Before anything moves: what shares memory would share it no more.
+  if (model.plan.trains) require_own_memory(*options.model, "initialize", model.ranks.world->rank() == 0);
   set_up_compression(options, config, model.plan.pipeline.has_value(), model.ranks.tensor_ranks());
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);

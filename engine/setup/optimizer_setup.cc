@@ -31,23 +31,37 @@ optimizers::GroupOptions overridden(optimizers::GroupOptions base, const Paramet
   return base;
 }
 
+// The name of a parameter by which a group has it, and the pattern that says so.
+struct Claim {
+  std::string name;
+  std::string pattern;
+};
+
 // Returns the group of each trainable parameter: 0 for the config's values, i + 1 for groups[i]. In the names of a
-// group '*' stands for any text. Throws UsageError when a name matches nothing or two groups claim a parameter.
-// `part_of_model`: other ranks have other parameters, so a name may match none here.
+// group '*' stands for any text; a tied parameter is meant by any of its names. Throws UsageError when a name matches
+// nothing or two groups claim a parameter. `part_of_model`: other ranks have other parameters, so a name may match none
+// here.
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                                const std::vector<ParameterGroup>& groups, bool part_of_model) {
   std::vector<int> result(parameters.size(), 0);
+  std::vector<Claim> claims(parameters.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const std::string& pattern : groups[g].parameters) {
       const NamePattern wanted = NamePattern::stars(pattern);
       bool found = false;
       for (size_t i = 0; i < parameters.size(); ++i) {
-        if (!wanted.matches(parameters[i].name)) continue;
+        const std::string* const name = parameters[i].name_that([&](const auto& one) { return wanted.matches(one); });
+        if (name == nullptr) continue;
         found = true;
         const int group = static_cast<int>(g) + 1;
-        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", parameters[i].name,
-                " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
+        const bool tied = result[i] != 0 && claims[i].name != *name;
+        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", claims[i].name, " is in group ",
+                result[i] - 1, ", by \"", claims[i].pattern, "\", and ", tied ? "as " : "",
+                tied ? *name : std::string(), tied ? ", which is the same tensor, " : "", "in group ", g, ", by \"",
+                pattern, "\"; expected one group for a tensor",
+                tied ? ": name it by one of its names in one group alone" : "");
         result[i] = group;
+        claims[i] = {.name = *name, .pattern = pattern};
       }
       require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
               "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
@@ -109,7 +123,7 @@ std::vector<int64_t> rows_by_name(const std::vector<zero::Parameter>& parameters
   std::vector<int64_t> rows;
   for (const zero::Parameter& parameter : parameters) {
     const std::vector<int64_t> sizes = parameter.whole_sizes();
-    const bool heads = sizes.size() == 2 && makes_heads(parameter.name);
+    const bool heads = sizes.size() == 2 && parameter.name_that(makes_heads) != nullptr;
     require<ConfigError>(!heads || sizes[0] % head_dim == 0, "optimizer.params.per_head_muon: ", parameter.name,
                          ": expected whole heads of optimizer.params.head_dim ", head_dim, " rows, found ", sizes[0],
                          " rows; correct head_dim, or set per_head_muon to false");

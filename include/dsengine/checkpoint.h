@@ -31,7 +31,9 @@ namespace ds::engine {
 // Each rank writes its part of the state to <save_dir>/<tag> (default: "global_step<N>"). The folder gets that name
 // when it is complete and on the disk, not before. Returns its path. Collective. All hosts must see save_dir; with
 // checkpoint.use_node_local_storage only the ranks of a host must, and each of them reads there again. When a rank
-// cannot write, all throw (that rank the cause, the others IoError), and what was in save_dir before is untouched.
+// cannot write, all throw (that rank the cause, the others IoError), and what was in save_dir before is untouched. A
+// tag that another engine of the program has saved, which still lives, is a UsageError: each needs a save_dir of its
+// own.
 //
 // An asynchronous save returns at once. The state is copied beside the next forward and backward (the next update waits
 // for the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
@@ -45,8 +47,9 @@ struct SaveOptions {
   bool exclude_frozen_parameters = false;                  // leaves out weights that are not trained
   // Whether to save asynchronously; by default checkpoint.writer.decoupled of the config.
   std::optional<bool> asynchronous;
-  // How many complete checkpoints stay in save_dir, those of the latest steps; 0: all. By default
-  // checkpoint.keep_last of the config.
+  // How many complete checkpoints stay in save_dir, those of the latest steps, this one among them; 0: all. Counted,
+  // and removed with a line in the log, are those that this run, or the run that it goes on from, has saved with
+  // keep_last. By default checkpoint.keep_last of the config, but 0 without save_latest.
   std::optional<int64_t> keep_last;
 };
 

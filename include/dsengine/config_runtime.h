@@ -104,7 +104,7 @@ struct CheckpointSection {
   ParallelWriteSection parallel_write;
   bool checkpoint_serialization = true;
   std::optional<CheckpointWriterSection> writer;
-  int64_t keep_last = 0;  // own key: whole checkpoints that stay in the folder, 0 = all
+  int64_t keep_last = 0;  // own key: SaveOptions::keep_last of saves that change `latest`, 0 = all stay
   bool durable = true;    // own key: on the disk before they are published
 };
 

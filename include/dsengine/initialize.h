@@ -36,7 +36,8 @@ class Engine;
 // Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values,
 // which comes first.
 struct ParameterGroup {
-  // Dotted names of parameters; "*" stands for any text at any place ("*bias*", "h.*.weight").
+  // Dotted names of parameters; "*" stands for any text at any place ("*bias*", "h.*.weight"). A tied parameter is
+  // meant by any of its names; two groups that name it by different ones are an error.
   std::vector<std::string> parameters;
   std::optional<double> lr;            // empty: the config's
   std::optional<double> weight_decay;  // empty: the config's
@@ -51,7 +52,10 @@ struct ParameterGroup {
 // The argument of initialize(). Fields are set by name, and two are needed: {.model = model.ptr(), .config =
 // "ds_config.json"}.
 struct InitializeOptions {
-  // The module to train: any module (holder.ptr() of a module holder), or a pipeline::PipelineModule.
+  // The module to train: any module (holder.ptr() of a module holder), or a pipeline::PipelineModule. Its parameters
+  // get other memory. Two trained ones that are different tensors over one memory are a UsageError that names both:
+  // register one tensor under both names. Memory of a parameter that somebody else holds, a buffer, a detach() or view
+  // that was kept, or from_blob() without a deleter, is a warning; pointers of the program's are not seen.
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;

@@ -53,6 +53,7 @@ struct ParameterSplit {
   std::string reason;           // in words
   Style style = Style::kWhole;  // the rule's, where the parameter is cut
   bool join_output = false;     // SplitRule::join_output
+  bool by_rule = false;         // a rule matches its name, or another name of a tied parameter
   bool summed = false;  // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
 
   bool is_split() const { return dim >= 0; }

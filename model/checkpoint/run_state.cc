@@ -123,6 +123,7 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
   run.progress.step_applied = false;
   run.progress.gradient_norm.reset();
   run.progress.micro_steps = state.micro_steps;
+  if (!state.run.empty()) run.progress.run = state.run;
   if (run.loss_scaler && run.loss_scaler->dynamic() && state.loss_scaler) run.loss_scaler->load(*state.loss_scaler);
   // The checkpoint's FP8 scales of gradients fit the loss scale that was saved.
   const double saved = state.loss_scaler ? state.loss_scaler->scale : 1.0;

@@ -94,8 +94,12 @@ class Saving {
     training_ = training_state(model_, run_, options_.client_state);
     together("begin it", [&] {
       if (!folders_.leads()) return;
+      note_run();
       require_json(training_);
-      if (!job_->target().mock) checkpoint::begin_tag(job_->target().save);
+      if (job_->target().mock) return;
+      const checkpoint::TagSave& save = job_->target().save;
+      model_.tags.claim(save.save_dir, save.tag);
+      checkpoint::begin_tag(save);
     });
     together("list its part",
              [&] { saved_->pieces = state_pieces(model_, folders_, !options_.exclude_frozen_parameters); });
@@ -129,15 +133,23 @@ class Saving {
             "\".\" for the working folder");
     checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(request.save_dir).string(), tag);
     for (std::string* text : {&save.save_dir, &save.incomplete}) *text = text_of_leader(*text, folders_, ranks);
-    return std::make_shared<SaveJob>(
-        checkpoint::SaveTarget{.save = std::move(save),
-                               .rank = ranks.world->rank(),
-                               .ranks = ranks.world->size(),
-                               .save_latest = options_.save_latest,
-                               .keep_last = options_.keep_last.value_or(run_.config.checkpoint.keep_last),
-                               .durable = run_.config.checkpoint.durable,
-                               .of_one_host = folders_.apart(),
-                               .mock = writes_nothing(run_.config)});
+    // A checkpoint beside those for restarts, the best one so far, is none that the config's keep_last counts.
+    const int64_t by_config = options_.save_latest ? run_.config.checkpoint.keep_last : 0;
+    return std::make_shared<SaveJob>(checkpoint::SaveTarget{.save = std::move(save),
+                                                            .rank = ranks.world->rank(),
+                                                            .ranks = ranks.world->size(),
+                                                            .save_latest = options_.save_latest,
+                                                            .keep_last = options_.keep_last.value_or(by_config),
+                                                            .durable = run_.config.checkpoint.durable,
+                                                            .of_one_host = folders_.apart(),
+                                                            .mock = writes_nothing(run_.config)});
+  }
+
+  // Marks the checkpoint as one of its run, and of those that keep_last counts.
+  void note_run() {
+    if (run_.progress.run.empty()) run_.progress.run = checkpoint::new_run();
+    training_.run = run_.progress.run;
+    if (job_->target().keep_last > 0) training_.keep_last_tag = job_->target().save.tag;
   }
 
   // Ranks of one host meet in its folder, hosts here: each tells what its ranks have written.

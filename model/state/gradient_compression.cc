@@ -189,7 +189,8 @@ std::vector<int64_t> table_widths(const torch::nn::Module& module, const std::ve
   }
   std::vector<int64_t> widths;
   for (const zero::Parameter& parameter : parameters) {
-    const bool of_layer = tables.contains(parameter.tensor.unsafeGetTensorImpl()) || has_name_of_table(parameter.name);
+    const bool of_layer =
+        tables.contains(parameter.tensor.unsafeGetTensorImpl()) || parameter.name_that(has_name_of_table) != nullptr;
     const bool is_table = of_layer && parameter.tensor.dim() == 2 && parameter.tensor.numel() > 0;
     widths.push_back(is_table ? parameter.tensor.size(1) : 0);
   }

@@ -10,7 +10,9 @@ namespace ds::engine {
 namespace {
 
 bool is_in_any(const std::string& pattern, const std::vector<zero::Parameter>& list) {
-  return std::any_of(list.begin(), list.end(), [&](const auto& one) { return is_found_in(pattern, one.name); });
+  return std::any_of(list.begin(), list.end(), [&](const zero::Parameter& one) {
+    return one.name_that([&](const std::string& name) { return is_found_in(pattern, name); }) != nullptr;
+  });
 }
 
 // The kind of tensor that a pattern has found. The largest kind of all ranks counts, because ranks of a pipeline know

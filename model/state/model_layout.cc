@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -60,18 +61,34 @@ std::vector<std::pair<int, std::vector<size_t>>> parts_of(const ModelParameters&
   return parts;
 }
 
+// Gives tied parameters their further names, by identity of what is trained.
+void take_other_names(const std::unordered_map<const void*, std::vector<std::string>>& names, ModelParameters& result) {
+  if (names.empty()) return;
+  for (auto* list : {&result.trainable, &result.frozen}) {
+    for (zero::Parameter& parameter : *list) {
+      const auto found = names.find(parameter.tensor.unsafeGetTensorImpl());
+      if (found != names.end()) parameter.other_names = found->second;
+    }
+  }
+  for (size_t i = 0; i < result.infos.size(); ++i) result.infos[i].other_names = result.trainable[i].other_names;
+}
+
 }  // namespace
 
 ModelParameters collect_parameters(const torch::nn::Module& module, bool trains, bool split) {
   ModelParameters result;
   std::unordered_set<const void*> seen;
+  std::unordered_map<const void*, std::vector<std::string>> other_names;
   for (const auto& item : module.named_parameters()) {
     require(split || !is_split(item.value()), "parameter ", item.key(), " is split over ranks already ",
             "(parallel::parallelize_module): expected a whole module. engine::initialize splits one by itself, by ",
             "InitializeOptions::split and tensor_parallel.autotp_size; fully_shard takes a split one with .mesh, ",
             "DistributedDataParallel whole ones only");
     const at::Tensor tensor = trained_tensor(item.value());
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      other_names[tensor.unsafeGetTensorImpl()].push_back(item.key());
+      continue;
+    }
     const std::shared_ptr<const TensorPart> part = part_of_parameter(item.value());
     require_real("parameter", item.key(), tensor);
     const auto dtype = tensor.scalar_type();
@@ -93,6 +110,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
       result.frozen.push_back({item.key(), tensor, part});
     }
   }
+  take_other_names(other_names, result);
   for (const auto& item : module.named_buffers()) {
     require_real("buffer", item.key(), item.value());
     result.buffers.push_back({item.key(), item.value()});

@@ -22,7 +22,7 @@
 
 namespace ds::engine {
 
-// Parameters of a module in module order; a tied parameter counts once, under its first name.
+// Parameters of a module in module order; a tied parameter counts once, under its first name, and knows the others.
 struct ModelParameters {
   std::vector<zero::Parameter> trainable;
   std::vector<ParameterInfo> infos;  // facts about `trainable`

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/tag_folder.h"
 #include "comm/bucket_reduction.h"
 #include "config/plan/plan.h"
 #include "core/slices/segment.h"
@@ -67,6 +68,7 @@ struct ModelState {
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
   // Modules that the config has chosen recompute activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
+  checkpoint::TagOwner tags;  // who saves checkpoints of the model
 
   // Returns the groups of ranks that share a bucket. zero::GradientExchange::groups_of() gives the reducer the same
   // ones.

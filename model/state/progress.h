@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "model/offloaded/speculative_update.h"
 
@@ -14,6 +15,8 @@ struct Progress {
   int64_t global_samples = 0;
   int64_t applied_steps = 0;
   int64_t skipped_steps() const { return global_steps - applied_steps; }
+  // The run in checkpoints (checkpoint::TrainingState::run), on ranks that publish them; empty until the first save.
+  std::string run;
 
   bool step_applied = false;            // whether the last step was applied
   std::optional<double> gradient_norm;  // norm in the last step, without loss scale; infinite where that was dropped

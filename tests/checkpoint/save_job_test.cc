@@ -71,6 +71,8 @@ TEST(SaveJob, LatestThatCannotBeWrittenIsTold) {
     job.finish();
     TrainingState state;
     state.global_steps = step;
+    state.run = "0123456789abcdef";
+    state.keep_last_tag = tag;
     if (step == 1) {
       job.publish(state, {}, std::chrono::seconds(30));
       std::filesystem::create_directory(cat(save_dir, "/latest.", ::getpid(), ".tmp"));  // in the way of a new one

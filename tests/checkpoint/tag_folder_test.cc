@@ -25,13 +25,17 @@ using testing::IsEmpty;
 using testing::ThrowsMessage;
 using testing::UnorderedElementsAre;
 
+constexpr const char* kRun = "0123456789abcdef";
+
 class TagFolder : public testing::Test {
  protected:
-  // A whole checkpoint of one step, which holds that number.
-  void make(const std::string& tag, int64_t step) {
+  // A whole checkpoint of one step, which holds that number; keep_last of `run` counts it.
+  void make(const std::string& tag, int64_t step, const std::string& run = kRun) {
     MemorySource source;
     source.add("weights/step", torch::tensor(step, torch::kLong));
     source.mutable_state().global_steps = step;
+    source.mutable_state().run = run;
+    source.mutable_state().keep_last_tag = tag;
     rewrite(source, tag_path(dir_, tag));
   }
   int64_t step_of(const std::string& tag) {
@@ -126,7 +130,7 @@ TEST_F(TagFolder, WhatADeadJobLeftIsNoCheckpointAndInNobodysWay) {
   const TagSave file = begin("file");
   EXPECT_THAT(incomplete_paths(dir_, "file"), ElementsAre(file.incomplete));
   make("new", 2);
-  keep_last_tags(dir_, 5, "new");
+  keep_last_tags(dir_, 5, "new", kRun);
   EXPECT_THAT(names(), UnorderedElementsAre("old", "new", "latest"));
 }
 
@@ -165,7 +169,7 @@ TEST_F(TagFolder, ADeathAfterTheSecondRename) {
   fs::rename(make_incomplete("tag", 2).incomplete, tag_path(dir_, "tag"));
   EXPECT_THAT(whole(), ElementsAre("tag"));
   EXPECT_EQ(step_of("tag"), 2);
-  keep_last_tags(dir_, 1, "tag");
+  keep_last_tags(dir_, 1, "tag", kRun);
   EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));  // nothing stays for ever
 }
 
@@ -206,18 +210,49 @@ TEST_F(TagFolder, KeepLast) {
   for (int64_t step = 1; step <= 6; ++step) make(cat("step", step), step);
   put("notes.txt", "mine");
   fs::create_directory(fs::path(dir_) / "runs");
-  keep_last_tags(dir_, 3, "step6");
+  keep_last_tags(dir_, 3, "step6", kRun);
   EXPECT_THAT(whole(), ElementsAre("step6", "step5", "step4"));
   // The one just written stays though it is older than others, and so does the one that `latest` names.
   make("again", 2);
   write_latest(dir_, "step4");
-  keep_last_tags(dir_, 2, "again");
+  keep_last_tags(dir_, 2, "again", kRun);
   EXPECT_THAT(whole(), ElementsAre("step6", "step4", "again"));
-  keep_last_tags(dir_, 1, "again");
+  keep_last_tags(dir_, 1, "again", kRun);
   EXPECT_THAT(whole(), ElementsAre("step4", "again"));
   EXPECT_THAT(names(), UnorderedElementsAre("step4", "again", "latest", "notes.txt", "runs"));
-  keep_last_tags(dir_, 100, "again");
+  keep_last_tags(dir_, 100, "again", kRun);
   EXPECT_THAT(whole(), ElementsAre("step4", "again"));
+}
+
+TEST_F(TagFolder, KeepLastRemovesWhatItsRunHasSavedWithIt) {
+  for (int64_t step = 1; step <= 4; ++step) make(cat("step", step), step);
+  make("other_run", 1, "fedcba9876543210");
+  make("no_run", 1, "");
+  fs::copy(tag_path(dir_, "step1"), tag_path(dir_, "best"), fs::copy_options::recursive);
+  EXPECT_THAT(keep_last_tags(dir_, 2, "step4", kRun), ElementsAre("step2", "step1"));
+  EXPECT_THAT(whole(), UnorderedElementsAre("step4", "step3", "other_run", "no_run", "best"));
+  EXPECT_THAT(keep_last_tags(dir_, 1, "step4", ""), IsEmpty());
+}
+
+TEST_F(TagFolder, WhatAnotherOwnerWritesStays) {
+  const TagOwner one;
+  {
+    const TagOwner other;
+    other.claim(dir_, "theirs");
+    const TagSave theirs = begin("theirs");
+    const TagSave dead = begin("dead");
+    make("mine", 1);
+    one.claim(dir_, "mine");
+    keep_last_tags(dir_, 1, "mine", kRun);
+    EXPECT_TRUE(fs::exists(theirs.incomplete));
+    EXPECT_FALSE(fs::exists(dead.incomplete));
+    EXPECT_THAT(
+        [&] { one.claim(folder_ / "./checkpoints", "theirs"); },
+        ThrowsMessage<UsageError>(AllOf(HasSubstr("theirs"), HasSubstr("another engine"), HasSubstr("save_dir"))));
+    EXPECT_THROW(other.claim(dir_, "mine"), UsageError);
+    one.claim(dir_, "mine");
+  }
+  one.claim(dir_, "theirs");  // the other one has ended
 }
 
 TEST_F(TagFolder, Latest) {

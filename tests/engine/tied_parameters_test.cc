@@ -1,4 +1,4 @@
-// Weights that stages of a pipeline share, in scopes of gathered_parameters().
+// Weights that are shared: by stages of a pipeline, under several names, and over one memory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "dsengine/zero.h"
+#include "tests/model/small_run.h"
 #include "tests/pipeline/layered_model.h"
 #include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
@@ -66,3 +68,143 @@ TEST(TiedParameters, AModifierRankIsRefusedOnEveryStageAndTheRestCanBeChanged) {
 
 }  // namespace
 }  // namespace ds::pipeline
+
+namespace ds::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::ThrowsMessage;
+
+// A table of words that is the head's weight too.
+struct TiedNet : torch::nn::Module {
+  TiedNet() {
+    weight = register_module("words", std::make_shared<torch::nn::Module>())
+                 ->register_parameter("weight", torch::zeros({6, 6}));
+    const auto head = register_module("head", std::make_shared<torch::nn::Module>());
+    head->register_parameter("weight", weight);
+    bias = head->register_parameter("bias", torch::zeros({6}));
+    fill(*this);
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    return (torch::matmul(torch::tanh(torch::matmul(x, weight)), weight.t()) + bias).pow(2).mean();
+  }
+  at::Tensor weight, bias;
+};
+
+TEST(TiedNames, AGroupHasAParameterByAnyOfItsNames) {
+  for (const int stage : {0, 3}) {
+    const std::vector<std::string> by_star = {"head.*"};
+    const std::vector<std::string> by_name = {"head.weight", "head.bias"};
+    for (const std::vector<std::string>& names : {by_star, by_name}) {
+      test::run_ranks(2, [&](comm::Communicator& communicator) {
+        const auto model = std::make_shared<TiedNet>();
+        const State before = parameters_of(*model);
+        const auto engine = initialize({.model = model,
+                                        .config = small_config(stage, 1),
+                                        .parameter_groups = {{.parameters = names, .lr = 0.0}},
+                                        .communicator = test::borrowed(communicator)})
+                                .engine;
+        engine->backward(model->loss(sample(0, communicator.rank())));
+        engine->step();
+        for (const auto& [name, value] : engine->module_state_dict()) {
+          EXPECT_TRUE(value.equal(before.at(name))) << name << " at stage " << stage;
+        }
+      });
+    }
+  }
+}
+
+TEST(TiedNames, OneTensorInTwoGroupsIsRefusedWithBothNames) {
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    EXPECT_THAT(
+        [&] {
+          initialize(
+              {.model = std::make_shared<TiedNet>(),
+               .config = small_config(0, 1),
+               .parameter_groups = {{.parameters = {"words.*"}, .lr = 0.1}, {.parameters = {"head.*"}, .lr = 0.2}},
+               .communicator = test::borrowed(communicator)});
+        },
+        ThrowsMessage<UsageError>(AllOf(HasSubstr("words.weight is in group 0"), HasSubstr("as head.weight"),
+                                        HasSubstr("the same tensor"), HasSubstr("group 1"))));
+  });
+}
+
+// An autoencoder whose decoder shows the encoder's weight turned over.
+torch::nn::Sequential turned_over() {
+  torch::nn::Sequential model(torch::nn::Linear(6, 4), torch::nn::Tanh(), torch::nn::Linear(4, 6));
+  model->ptr<torch::nn::LinearImpl>(2)->weight.set_data(model->ptr<torch::nn::LinearImpl>(0)->weight.detach().t());
+  return model;
+}
+
+const auto kBothNames = AllOf(HasSubstr("0.weight"), HasSubstr("2.weight"), HasSubstr("one memory"),
+                              HasSubstr("register one tensor under both names"));
+
+TEST(SharedMemory, TwoParametersOverItAreRefusedByName) {
+  for (const int stage : {0, 3}) {
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      EXPECT_THAT([&] { start(turned_over().ptr(), small_config(stage, 1), communicator); },
+                  ThrowsMessage<UsageError>(kBothNames));
+      const auto ranks = test::borrowed(communicator);
+      zero::Init init(ranks, {.max_live = 0, .smallest = 1});
+      const torch::nn::Sequential model = turned_over();
+      EXPECT_THAT(
+          [&] {
+            initialize({.model = model.ptr(), .config = small_config(stage, 1), .init = &init, .communicator = ranks});
+          },
+          ThrowsMessage<UsageError>(kBothNames));
+    });
+  }
+}
+
+TEST(SharedMemory, WithoutACommonElementOrWithoutTrainingIsFine) {
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    torch::nn::Sequential columns(torch::nn::Linear(4, 3), torch::nn::Linear(4, 3));
+    {
+      const at::Tensor both = torch::ones({3, 8});
+      columns->ptr<torch::nn::LinearImpl>(0)->weight.set_data(both.narrow(1, 0, 4));
+      columns->ptr<torch::nn::LinearImpl>(1)->weight.set_data(both.narrow(1, 4, 4));
+    }
+    EXPECT_NO_THROW(start(columns.ptr(), small_config(0, 1), communicator));
+    torch::nn::Sequential frozen = turned_over();
+    frozen->ptr<torch::nn::LinearImpl>(0)->weight.set_requires_grad(false);
+    frozen->ptr<torch::nn::LinearImpl>(2)->weight.set_requires_grad(false);
+    EXPECT_NO_THROW(start(frozen.ptr(), small_config(3, 1), communicator));
+  });
+}
+
+// What initialize() writes to the log of a network of which `keep` keeps something.
+template <class Keep>
+std::string log_of_start(const Keep& keep) {
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    [[maybe_unused]] const auto kept = keep(*model);
+    start(model.ptr(), small_config(1, 1), communicator);
+  });
+  return testing::internal::GetCapturedStderr() + testing::internal::GetCapturedStdout();
+}
+
+TEST(SharedMemory, AnotherOwnerIsToldAndAnOptimizerIsNone) {
+  const char* const warning = "the memory of parameter";
+  EXPECT_THAT(log_of_start([](SmallNetImpl& model) { return model.last->weight.detach(); }),
+              AllOf(HasSubstr(warning), HasSubstr("last.weight is held by another tensor"), HasSubstr("clone()")));
+  EXPECT_THAT(
+      log_of_start([](SmallNetImpl& model) { return model.register_buffer("shown", model.first->bias.detach()); }),
+      HasSubstr("first.bias is held by the buffer shown"));
+  std::vector<float> own(11, 0.5F);
+  EXPECT_THAT(log_of_start([&](SmallNetImpl& model) {
+                model.first->bias.set_data(torch::from_blob(own.data(), {11}));
+                return 0;
+              }),
+              HasSubstr("first.bias is held by the program (from_blob())"));
+  EXPECT_THAT(log_of_start([](SmallNetImpl& model) {
+                return std::make_unique<torch::optim::SGD>(model.parameters(), torch::optim::SGDOptions(0.1));
+              }),
+              Not(HasSubstr(warning)));
+}
+
+}  // namespace
+}  // namespace ds::engine

@@ -3,12 +3,15 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "core/text.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "tests/loops/replicas.h"
+#include "tests/loops/shortened_table.h"
 
 namespace ds::ddp_training {
 namespace {
@@ -150,6 +153,54 @@ TEST(DdpTraining, SeveralDtypesInOneModule) {
       ASSERT_EQ(parameter.grad().scalar_type(), parameter.scalar_type());
       EXPECT_TRUE(torch::equal(parameter.grad(), torch::full_like(parameter, 1.5))) << parameter.grad();
     }
+  });
+}
+
+TEST(DdpTraining, TablesThatForwardShortensAreThoseOfOneProcess) {
+  const at::Tensor expected = test::table_of_plain_loop(2);
+  test::run_ranks(2, [&](comm::Communicator& group) {
+    test::ShortenedTable model;
+    DistributedDataParallel ddp(model, {.process_group = shared(group)});
+    torch::optim::SGD optimizer(model->parameters(), 0.5);
+    for (int64_t step = 0; step < test::kTableSteps; ++step) {
+      optimizer.zero_grad();
+      model->loss(test::rows_of(step, group.rank())).backward();
+      optimizer.step();
+    }
+    EXPECT_LT((model->table->weight.detach() - expected).abs().max().item<double>(), 1e-6);
+  });
+}
+
+// An autoencoder whose decoder shows the encoder's weight turned over.
+torch::nn::Sequential turned_over() {
+  torch::nn::Sequential model(torch::nn::Linear(7, 4), torch::nn::Tanh(), torch::nn::Linear(4, 7));
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : model->parameters()) {
+    parameter.copy_((torch::sin(torch::arange(parameter.numel(), torch::kFloat) * 0.7) * 0.4).view(parameter.sizes()));
+  }
+  model->ptr<torch::nn::LinearImpl>(2)->weight.set_data(model->ptr<torch::nn::LinearImpl>(0)->weight.detach().t());
+  return model;
+}
+
+// Trains on the inputs of steps; returns the values.
+std::vector<at::Tensor> train_turned_over(torch::nn::Sequential model, const std::function<at::Tensor(int)>& input) {
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  for (int step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    torch::mse_loss(model->forward(input(step)), input(step)).backward();
+    optimizer.step();
+  }
+  return values_of(*model);
+}
+
+// Parameters stay where they are, so that two over one memory stay one.
+TEST(DdpTraining, TwoParametersOverOneMemoryTrainAsPlainTorchDoes) {
+  const auto expected = train_turned_over(turned_over(), [](int step) { return joined_batch(2, step); });
+  test::run_ranks(2, [&](comm::Communicator& group) {
+    torch::nn::Sequential model = turned_over();
+    DistributedDataParallel ddp(model, {.process_group = shared(group)});
+    expect_close(train_turned_over(model, [&](int step) { return batch_of(group.rank(), step); }), expected, kTolerance,
+                 cat("rank ", group.rank()));
   });
 }
 

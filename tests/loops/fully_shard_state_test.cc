@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "dsengine/checkpoint.h"
 #include "dsengine/fully_shard.h"
 #include "tests/loops/block_net.h"
+#include "tests/loops/shortened_table.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -138,6 +140,84 @@ TEST(FullyShardState, LocalIsThisRanksSlices) {
     train_some(*sharded, model, communicator.rank());
     sharded->load_local_state_dict(local);
     expect_equal(sharded->full_state_dict(), before);
+  });
+}
+
+double largest(const std::vector<at::Tensor>& tensors) {
+  double result = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) result = std::max(result, tensor.detach().abs().max().item<double>());
+  }
+  return result;
+}
+
+// Weight clipping after each step, and then a look at the state: no forward in between.
+TEST(FullyShardState, HasWhatHasJustBeenChangedInPlace) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    test::BlockNet model;
+    const auto sharded = shard(model, communicator);
+    train_some(*sharded, model, communicator.rank());
+    double limit = 0.2;
+    const auto clip = [&] {
+      const torch::NoGradGuard no_grad;
+      limit /= 2;
+      for (at::Tensor& parameter : model->parameters()) parameter.clamp_(-limit, limit);
+    };
+    const auto values = [](const auto& state) {
+      std::vector<at::Tensor> tensors;
+      for (const auto& [name, tensor] : state) {
+        if (name != "scale") tensors.push_back(tensor);  // the buffer
+      }
+      return tensors;
+    };
+    clip();
+    EXPECT_NEAR(largest(values(sharded->full_state_dict())), limit, 1e-7);
+    clip();
+    std::vector<at::Tensor> parts;
+    for (const ShardedTensor& part : sharded->sharded_state_dict()) parts.push_back(part.values);
+    EXPECT_LE(largest(parts), limit + 1e-7);
+    clip();
+    EXPECT_LE(largest(values(sharded->local_state_dict())), limit + 1e-7);
+    clip();
+    EXPECT_LE(largest(sharded->parameters()), limit + 1e-7);
+    sharded->unshard();
+    clip();
+    const StateDict state = sharded->full_state_dict();
+    EXPECT_NEAR(largest(values(state)), limit, 1e-7);
+    sharded->reshard();
+    expect_equal(sharded->full_state_dict(), state);
+    clip();
+    sharded->load_full_state_dict(state);  // and not the change before it
+    expect_equal(sharded->full_state_dict(), state);
+  });
+}
+
+TEST(FullyShardState, TablesThatForwardShortensAreThoseOfOneProcess) {
+  const at::Tensor expected = test::table_of_plain_loop(2);
+  for (const bool reshards : {true, false}) {
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      test::ShortenedTable model;
+      const auto sharded =
+          fully_shard(model, {.process_group = test::borrowed(communicator), .reshard_after_forward = reshards});
+      torch::optim::SGD optimizer(sharded->parameters(), 0.5);
+      for (int64_t step = 0; step < test::kTableSteps; ++step) {
+        optimizer.zero_grad();
+        model->loss(test::rows_of(step, communicator.rank())).backward();
+        optimizer.step();
+      }
+      const at::Tensor found = sharded->full_state_dict()[0].second;
+      EXPECT_LT((found - expected).abs().max().item<double>(), 1e-6);
+    });
+  }
+}
+
+TEST(FullyShardMisuse, TwoParametersOverOneMemoryAreRefusedByName) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    torch::nn::Sequential model(torch::nn::Linear(6, 4), torch::nn::Linear(4, 6));
+    model->ptr<torch::nn::LinearImpl>(1)->weight.set_data(model->ptr<torch::nn::LinearImpl>(0)->weight.detach().t());
+    EXPECT_THAT([&] { fully_shard(model, {.process_group = test::borrowed(communicator)}); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("fully_shard"), HasSubstr("0.weight"), HasSubstr("1.weight"),
+                                                HasSubstr("one memory"))));
   });
 }
 

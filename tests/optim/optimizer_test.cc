@@ -198,6 +198,7 @@ TEST(Muon, PicksMatricesByShapeAndName) {
   EXPECT_TRUE(uses_muon({"h.0.attn.qkv.weight", {8, 4}, 32}));
   EXPECT_TRUE(uses_muon({"conv.weight", {8, 4, 3, 3}, 288}));
   EXPECT_FALSE(uses_muon({"h.0.attn.qkv.bias", {8}, 8}));
+  EXPECT_FALSE(uses_muon({"wte.weight", {8, 4}, 32, {"lm_head.weight"}}));  // one tensor under two names
   EXPECT_FALSE(uses_muon({"embed_tokens.weight", {8, 4}, 32}));
   EXPECT_FALSE(uses_muon({"lm_head.weight", {8, 4}, 32}));
 }

@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "dsengine/errors.h"
+#include "parallel/split_module.h"
 #include "tests/parallel/split_ranks.h"
 
 namespace ds::parallel {
 namespace {
 
 using enum Style;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -44,6 +46,34 @@ struct TwoOfThem : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return second->forward(first->forward(x)).pow(2).sum(); }
   std::shared_ptr<DeclaredMlp> first, second;
 };
+
+struct TiedLayers : torch::nn::Module {
+  TiedLayers() {
+    const at::Tensor weight = register_module("words", std::make_shared<torch::nn::Module>())
+                                  ->register_parameter("weight", torch::ones({8, 4}));
+    register_module("head", std::make_shared<torch::nn::Module>())->register_parameter("weight", weight);
+  }
+};
+
+TEST(SplitRules, MeanATiedParameterByAnyOfItsNames) {
+  const auto module = std::make_shared<TiedLayers>();
+  for (const char* name : {"words", "head"}) {
+    const SplitPlan plan = plan_module(*module, {{.pattern = name, .style = kVocabulary}}, 2);
+    ASSERT_EQ(plan.size(), 2U);
+    for (const ParameterSplit& split : plan) {
+      EXPECT_EQ(split.dim, 0) << name;
+      EXPECT_EQ(split.style, kVocabulary) << name;
+    }
+    EXPECT_EQ(plan[0].name, "words.weight");
+    EXPECT_EQ(plan[1].name, "head.weight");
+  }
+  EXPECT_THAT(
+      [&] {
+        plan_module(*module, {{.pattern = "words", .style = kVocabulary}, {.pattern = "head", .style = kRow}}, 2);
+      },
+      ::testing::ThrowsMessage<UsageError>(
+          AllOf(HasSubstr("words.weight"), HasSubstr("head.weight"), HasSubstr("one tensor"))));
+}
 
 TEST(DeclaredSplits, HaveWholeNamesAndTheOuterModulesFirst) {
   std::vector<std::string> patterns;

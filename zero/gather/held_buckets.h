@@ -21,6 +21,9 @@ class HeldBuckets {
   // Copies the parameters of a bucket that gather() has made full to the slices: they were changed, on every rank
   // alike.
   void keep_changes(size_t bucket);
+  // Has the slice of a bucket take over what operators have changed in place, whoever holds the bucket full, so that
+  // somebody may read the slice.
+  void publish_changes(size_t bucket) { buckets_.keep_changes(bucket); }
   // Ignores changes of the parameters of such a bucket, which are lost with the last drop().
   void forget_changes(size_t bucket) { buckets_[bucket].changes.begin(*buckets_[bucket].bucket); }
 

@@ -123,10 +123,17 @@ void LiveBuckets::fail(const Entry& entry) {
   entry.bucket->storage().hide(cat(entry.label, " could not be gathered for an operator: ", text_with_advice(error)));
 }
 
+void LiveBuckets::keep_changes(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  if (!entry.whole() || !entry.sharded() || !entry.changes.found(*entry.bucket)) return;
+  changes_.take_over(bucket, *entry.bucket, entry.changes, entry.exact);
+  entry.changes.begin(*entry.bucket);
+}
+
 void LiveBuckets::release(size_t bucket) {
   Entry& entry = entries_[bucket];
   ensure(entry.whole() && entry.sharded(), "only a whole, sharded bucket is released");
-  if (entry.changes.found(*entry.bucket)) changes_.take_over(bucket, *entry.bucket, entry.changes, entry.exact);
+  keep_changes(bucket);
   entry.state = State::kReleased;
   counts_.live -= entry.elements();
   entry.bucket->storage().release(memory_);

@@ -81,6 +81,8 @@ class LiveBuckets {
   // Waits for the bucket's gather, if one is under way. Failures are kept in errors().
   void wait(size_t bucket);
   void wait_all();
+  // Has the slice of a full, sharded bucket take over what was changed in place, if anything; the bucket stays full.
+  void keep_changes(size_t bucket);
   // Releases a full, sharded bucket that no scope holds. Its slice takes over what was changed in place.
   void release(size_t bucket);
   // Waits for all gathers, then releases all sharded buckets but those that a scope holds.
@@ -95,7 +97,7 @@ class LiveBuckets {
 
   // The errors of its gathers, for the engine's next call.
   GatherErrors& errors() { return errors_; }
-  // The changes that release() has found.
+  // The changes that slices have taken over.
   InPlaceChanges& changes() { return changes_; }
 
  private:

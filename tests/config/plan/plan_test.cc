@@ -72,6 +72,16 @@ TEST(Plan, KeysOfAnOffloadThatIsNone) {
               AllOf(HasSubstr("ratio"), HasSubstr("pipeline_read"), HasSubstr("the optimizer is not offloaded")));
 }
 
+TEST(Plan, LeafModulesHaveNoEffectAndTheTableSaysWhatDoesTheSame) {
+  const auto with = [](int stage) {
+    return ordered_json{{"zero_optimization", {{"stage", stage}, {"leaf_module", {{"names", "experts"}}}}}};
+  };
+  EXPECT_THAT(to_table(plan_of(with(3))),
+              AllOf(HasSubstr("leaf_module"), HasSubstr("no effect"), HasSubstr("engine->gathered_parameters()")));
+  EXPECT_THAT(to_table(plan_of(with(2))), AllOf(HasSubstr("leaf_module"), HasSubstr("whole below stage 3")));
+  EXPECT_THAT(to_table(plan_of({{"zero_optimization", {{"stage", 3}}}})), Not(HasSubstr("leaf_module")));
+}
+
 TEST(Plan, WhatIsNotFiniteIsAnErrorUnlessSomethingElseIsSaid) {
   using enum config::NonFiniteGradients;
   const ordered_json no_norm = {{"gradient_clipping", 0.0},

@@ -124,5 +124,86 @@ TEST(CheckpointCalls, KeepLastAndLatest) {
   });
 }
 
+// Checkpoints of other names and of other runs are nobody's to remove; those of the run that goes on are.
+TEST(CheckpointCalls, KeepLastRemovesWhatItHasSavedAndSaysSo) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  const auto is_there = [&](const char* tag) { return std::filesystem::exists(std::filesystem::path(dir) / tag); };
+  const auto run = [&](const char* resume, int steps) {
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), small_config(2, 1), communicator).engine;
+      if (resume != nullptr) engine->load_checkpoint(dir, resume);
+      for (int step = 0; step < steps; ++step) {
+        train(*engine, model, 1);
+        if (steps == 3 && step == 0) engine->save_checkpoint(dir, "best", {.save_latest = false});
+        engine->save_checkpoint(dir, cat(steps == 1 ? "other" : "step", engine->global_steps()), {.keep_last = 2});
+      }
+    });
+  };
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  run(nullptr, 3);
+  const std::string said = testing::internal::GetCapturedStderr() + testing::internal::GetCapturedStdout();
+  EXPECT_THAT(said, HasSubstr("the older \"step1\""));
+  EXPECT_TRUE(is_there("best") && is_there("step2") && is_there("step3") && !is_there("step1"));
+  run(nullptr, 1);  // another run: its first checkpoint
+  EXPECT_TRUE(is_there("step2") && is_there("step3") && is_there("other1"));
+  run("best", 2);  // the first run goes on, from a checkpoint that keep_last does not count
+  EXPECT_TRUE(is_there("best") && is_there("step2") && is_there("step3") && is_there("other1"));
+  run("step3", 2);
+  EXPECT_TRUE(is_there("best") && is_there("step4") && is_there("step5") && is_there("other1"));
+  EXPECT_FALSE(is_there("step2") || is_there("step3"));
+}
+
+// As a checkpoint beside those for restarts.
+TEST(CheckpointCalls, TheConfigsKeepLastLeavesAloneWhatLatestDoesNotName) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    ordered_json config = small_config(0, 1);
+    config["checkpoint"] = {{"keep_last", 1}};
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    engine->save_checkpoint(dir, "best", {.save_latest = false});
+    for (int step = 0; step < 3; ++step) {  // until the next save `latest` holds the one before
+      train(*engine, model, 1);
+      engine->save_checkpoint(dir);
+    }
+  });
+  EXPECT_TRUE(std::filesystem::exists(dir + "/best"));
+  EXPECT_FALSE(std::filesystem::exists(dir + "/global_step1"));
+}
+
+TEST(CheckpointCalls, TwoEnginesDoNotSaveIntoOneTag) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet generator;
+    SmallNet discriminator;
+    auto one = start(generator.ptr(), small_config(1, 1), communicator).engine;
+    const auto other = start(discriminator.ptr(), small_config(1, 1), communicator).engine;
+    one->save_checkpoint(dir, "tag");
+    try {
+      other->save_checkpoint(dir, "tag");
+      ADD_FAILURE() << "the first engine's checkpoint was lost";
+    } catch (const UsageError& error) {
+      EXPECT_EQ(communicator.rank(), 0);
+      EXPECT_THAT(error.what(), HasSubstr("another engine of this program"));
+    } catch (const IoError& error) {
+      EXPECT_EQ(communicator.rank(), 1);
+      EXPECT_THAT(error.what(), HasSubstr("rank 0"));
+    }
+    other->save_checkpoint(dir + "/other", "tag");
+    train(*one, generator, 1);
+    one->load_checkpoint(dir, "tag");  // a rollback, and the same tag again
+    one->save_checkpoint(dir, "tag");
+    EXPECT_TRUE(other->load_checkpoint(dir, "tag"));
+    one.reset();
+    communicator.barrier();
+    other->save_checkpoint(dir, "tag");
+  });
+}
+
 }  // namespace
 }  // namespace ds::engine
