@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -41,6 +42,14 @@ struct GradientDeps {
   std::unique_ptr<zero::GradientReducer> reducer;
 };
 
+// The masters of a bucket before 16-bit values that the program has set took their place (take_over_changes), on the
+// host. An element that shows its old 16-bit value again gets its old master back, so that weights that are swapped in,
+// read and swapped out again lose nothing.
+struct OverwrittenMaster {
+  at::Tensor master;  // what this rank has of it
+  at::Tensor shown;   // its elements as the parameters had them, in the model's dtype
+};
+
 // Order of members is order of construction; later ones refer to earlier ones.
 struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
@@ -59,6 +68,7 @@ struct ModelState {
   // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets where that is the
   // model's dtype, else copies.
   std::vector<at::Tensor> masters;
+  std::map<size_t, OverwrittenMaster> overwritten;  // by trainable bucket, since the last update
   GradientDeps gradients;
   std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups to add and count over, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;
