@@ -160,7 +160,7 @@ class Engine {
   // Has an update take `size` samples by other gradient_accumulation_steps. UsageError inside an accumulation, and for
   // a size that is no multiple of micro batch x data-parallel size.
   void set_train_batch_size(int64_t size);
-  // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next one.
+  // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
 
   // --- ranks and parts ---------------------------------------------------------------------------------------------
