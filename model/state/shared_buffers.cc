@@ -55,7 +55,8 @@ std::vector<std::string> buffers_that_differ(const torch::nn::Module& module, co
   if (count == 0 || std::any_of(counts.begin(), counts.end(), [&](int64_t other) { return other != count; })) return {};
   std::vector<int64_t> own;
   for (const auto& [name, buffer] : buffers) {
-    own.push_back(buffer.is_meta() ? 0 : static_cast<int64_t>(zero::digest_of(buffer)));
+    const bool has_values = !buffer.is_meta() && buffer.layout() == at::kStrided;
+    own.push_back(has_values ? static_cast<int64_t>(zero::digest_of(buffer)) : 0);
   }
   const std::vector<int64_t> all = comm::numbers_of_ranks(ranks, device, own, "digests of buffers");
   std::vector<std::string> names;

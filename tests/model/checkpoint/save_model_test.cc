@@ -107,9 +107,9 @@ TEST_P(SaveModelTest, ValuesOfTheProgramTakeThePlaceOfTheModels) {
     const State own = copy_of(engine->fp32_state_dict());
     std::optional<StateDict> from;
     if (communicator.rank() == 0) {
-      from = {{"first.weight", torch::full({6, 6}, 1.0 / 3)},
-              {"first.bias", torch::ones({6})},
-              {"tied.bias", torch::zeros({6}, torch::kDouble)}};
+      from = StateDict{{"first.weight", torch::full({6, 6}, 1.0 / 3)},
+                       {"first.bias", torch::ones({6})},
+                       {"tied.bias", torch::zeros({6}, torch::kDouble)}};
     }
     const SafetensorsFile file(engine->save_16bit_model(folder.path(), "averaged.safetensors", false, from));
     EXPECT_EQ(file.entries().size(), 5U);
