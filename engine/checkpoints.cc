@@ -1,9 +1,12 @@
 // The files that an engine writes and reads: checkpoints, and the model's weights in one file.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
+#include <vector>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/engine.h"
@@ -12,6 +15,27 @@
 #include "model/checkpoint/save_checkpoint.h"
 
 namespace ds::engine {
+namespace {
+
+// Warns where a load has brought the rates that the program's own schedule has set: torch's schedulers have no state
+// that could be saved. `before`: the rates before the load.
+void warn_of_own_schedule(const Engine::Impl& engine, const std::vector<double>& before) {
+  const std::vector<double> rates = engine.state.optimizer.learning_rates();
+  const auto differs = std::mismatch(rates.begin(), rates.end(), before.begin(), before.end()).first;
+  if (!engine.state.optimizer.client || engine.schedule || engine.state.ranks.world->rank() != 0 ||
+      differs == rates.end()) {
+    return;
+  }
+  const auto group = static_cast<size_t>(differs - rates.begin());
+  log::warning("load_checkpoint: parameter group ", group, " of the program's optimizer has the lr ", *differs,
+               " of the checkpoint now, in place of ", before[group],
+               ". A checkpoint cannot know a scheduler that the ",
+               "program steps, which begins anew and would set other rates than the run that saved. Give a ",
+               "torch::optim::LRScheduler to initialize() as .torch_scheduler, and take the config's ",
+               "ReduceLROnPlateau in place of torch::optim::ReduceLROnPlateauScheduler");
+}
+
+}  // namespace
 
 void Engine::wait_for_checkpoint() {
   const std::string failure = impl_->saves.finish(impl_->state.ranks);
@@ -49,28 +73,32 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize(/*judged_next=*/true);
+  const std::vector<double> rates = self.state.optimizer.learning_rates();
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
   if (loaded) self.step->late().forget();  // else, or where it threw, training goes on from that step
+  if (loaded) warn_of_own_schedule(self, rates);
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);
   return loaded;
 }
 
 std::string Engine::save_16bit_model(const std::string& folder, const std::string& filename,
-                                     bool exclude_frozen_parameters) {
+                                     bool exclude_frozen_parameters, const std::optional<StateDict>& from) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  require(!self.state.plan.gather || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-          "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
-          "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
   require(self.state.pipeline_ranks() == 1, "save_16bit_model: no rank of a pipeline has the whole ",
           "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
   self.order.require(Call::kSave16BitModel);
+  const bool given = largest_of_ranks(from ? 1 : 0, self.state.ranks.device, self.state.ranks.layer_ranks(),
+                                      "whether a state dict is saved") == 1;
+  require(given || !self.state.plan.gather || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+          "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
+          "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
   const Phases::Scope phase(self.phases, "save_16bit_model");
   self.named([&] { self.step->judge_late(); });
   self.synchronize();
   const std::string path = (std::filesystem::path(folder) / filename).string();
-  save_model(self.state, path, !exclude_frozen_parameters);
+  save_model(self.state, path, !exclude_frozen_parameters, given ? std::optional(from.value_or(StateDict())) : from);
   return path;
 }
 

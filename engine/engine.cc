@@ -1,8 +1,12 @@
 #include "dsengine/engine.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
+#include "core/tensor_check.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -130,6 +134,28 @@ const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_-
 comm::Communicator& Engine::communicator() const { return *impl_->state.ranks.part; }
 
 comm::Communicator& Engine::world() const { return *impl_->state.ranks.world; }
+
+at::Tensor Engine::mean(const at::Tensor& tensor) const {
+  impl_->order.require(Call::kMean);
+  require(tensor.defined() && !tensor.is_complex() && tensor.layout() == at::kStrided,
+          "mean(): expected a dense tensor of real numbers, found ", describe(tensor));
+  const at::NoGradGuard no_grad;
+  const Ranks& ranks = impl_->state.ranks;
+  const bool is_narrow = tensor.is_floating_point() && tensor.element_size() < 4;
+  const at::ScalarType wide = is_narrow ? at::kFloat : tensor.is_floating_point() ? tensor.scalar_type() : at::kDouble;
+  const at::Tensor result =
+      tensor.detach().to(ranks.device, wide, /*non_blocking=*/false, /*copy=*/true).contiguous().view({-1});
+  if (ranks.part->size() > 1 && result.numel() > 0) {
+    ranks.part->all_reduce(result, comm::ReduceOp::kAvg, "mean() of the program").wait();
+  }
+  return result.to(tensor.device()).view(tensor.sizes());
+}
+
+bool Engine::agree(bool flag) const {
+  impl_->order.require(Call::kAgree);
+  const Ranks& ranks = impl_->state.ranks;
+  return largest_of_ranks(flag ? 1 : 0, ranks.device, *ranks.world, "agree() of the program") == 1;
+}
 
 int64_t Engine::comm_bytes_sent() const {
   int64_t bytes = 0;

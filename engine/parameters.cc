@@ -22,7 +22,13 @@ void change_master(Engine::Impl& engine, const at::Tensor& parameter, const char
   const ParameterValues values(state, parameter, call);
   require_on_one_stage(state, {parameter}, cat(call, ": expected no call").c_str());
   engine.saves.background().wait_copied();
-  values.use_master(/*changes=*/true, [&](const at::Tensor& master) { change(values, master); });
+  values.use_master(/*changes=*/true, [&](const at::Tensor& master) {
+    change(values, master);
+    const auto kept = state.overwritten.find(values.bucket());
+    if (kept == state.overwritten.end()) return;
+    values.write_local(kept->second.master, values.local(master));
+    values.write_local(kept->second.shown, values.local(state.optimizer.weights(values.bucket(), master)));
+  });
   state.access->updated(values.bucket());
   state.access->end_update();
   state.access->wait_all();

@@ -1,13 +1,78 @@
 #include "dsengine/optimizer.h"
 
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "core/check.h"
 #include "optim/plateau.h"
 
 namespace ds::engine {
+namespace {
+
+void set_rates(torch::optim::Optimizer& optimizer, const std::vector<double>& rates) {
+  for (size_t i = 0; i < rates.size(); ++i) optimizer.param_groups()[i].options().set_lr(rates[i]);
+}
+
+// Reads and sets what torch's class keeps for its subclasses.
+struct OpenScheduler : torch::optim::LRScheduler {
+  static unsigned& steps_of(torch::optim::LRScheduler& scheduler) { return scheduler.*(&OpenScheduler::step_count_); }
+  static std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
+    return (scheduler.*(&OpenScheduler::get_current_lrs))();
+  }
+};
+
+// A scheduler of torch's, which only goes on: to go back it begins anew.
+class TorchSchedule {
+ public:
+  TorchSchedule(std::shared_ptr<torch::optim::LRScheduler> scheduler,
+                std::shared_ptr<torch::optim::Optimizer> optimizer)
+      : scheduler_(std::move(scheduler)), optimizer_(std::move(optimizer)) {
+    require(scheduler_ != nullptr && optimizer_ != nullptr,
+            "learning-rate scheduler: expected a scheduler of torch's and its optimizer, found none");
+    first_ = rates_ = learning_rates(*optimizer_);
+    require(is_of_optimizer(), ".torch_scheduler: expected one that was made over .optimizer, whose rates it sets; ",
+            "found that it has another optimizer");
+    require(OpenScheduler::steps_of(*scheduler_) == 0, ".torch_scheduler: expected one that has not stepped, because ",
+            "the engine alone steps it, found ", OpenScheduler::steps_of(*scheduler_), " calls of its step()");
+  }
+
+  // Returns the rates after so many calls of the scheduler's step().
+  const std::vector<double>& after(int64_t calls) {
+    unsigned& made = OpenScheduler::steps_of(*scheduler_);
+    require(made == calls_, ".torch_scheduler: the engine calls its step() after each applied step, and the program ",
+            "has called it, too: expected ", calls_, " calls so far, found ", made, "; remove the program's");
+    if (calls < calls_) {
+      calls_ = made = 0;
+      rates_ = first_;
+    }
+    set_rates(*optimizer_, rates_);  // which each step() may go on from
+    for (; calls_ < calls; ++calls_) scheduler_->step();
+    rates_ = learning_rates(*optimizer_);
+    return rates_;
+  }
+
+ private:
+  // The scheduler does not tell: it is of this optimizer if it reads what is written there.
+  bool is_of_optimizer() const {
+    std::vector<double> other = first_;
+    for (double& rate : other) rate += 1.0;
+    set_rates(*optimizer_, other);
+    const bool same = OpenScheduler::rates_of(*scheduler_) == other;
+    set_rates(*optimizer_, first_);
+    return same;
+  }
+
+  std::shared_ptr<torch::optim::LRScheduler> scheduler_;
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<double> first_;  // before its first step
+  std::vector<double> rates_;  // after the last one
+  unsigned calls_ = 0;         // of its step()
+};
+
+}  // namespace
 
 std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer) {
   std::vector<double> result;
@@ -41,6 +106,15 @@ LrScheduler::Rule LrScheduler::of(std::shared_ptr<const optimizers::LrSchedule> 
   require(schedule != nullptr, "learning-rate scheduler: expected a schedule, found none");
   return [schedule = std::move(schedule)](int64_t t, std::vector<optimizers::GroupOptions>& groups) {
     schedule->apply(t, groups);
+  };
+}
+
+LrScheduler::Rule LrScheduler::of(std::shared_ptr<torch::optim::LRScheduler> scheduler,
+                                  std::shared_ptr<torch::optim::Optimizer> optimizer) {
+  const auto schedule = std::make_shared<TorchSchedule>(std::move(scheduler), std::move(optimizer));
+  return [schedule](int64_t t, std::vector<optimizers::GroupOptions>& groups) {
+    const std::vector<double>& rates = schedule->after(t + 2);  // the first call is that of Python's constructors
+    for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = rates[i];
   };
 }
 
@@ -103,7 +177,9 @@ void LrScheduler::change(const std::function<void(std::vector<optimizers::GroupO
   std::vector<optimizers::GroupOptions> groups;
   for (const double lr : learning_rates(*client_)) groups.push_back({.lr = lr});
   write(groups);
-  for (size_t i = 0; i < groups.size(); ++i) client_->param_groups()[i].options().set_lr(groups[i].lr);
+  std::vector<double> rates;
+  for (const optimizers::GroupOptions& group : groups) rates.push_back(group.lr);
+  set_rates(*client_, rates);
 }
 
 }  // namespace ds::engine

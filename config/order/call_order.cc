@@ -84,6 +84,8 @@ constexpr Row kRows[] = {
      .instead = kAtBoundary},
     {.call = Call::kReloadStates, .name = "reload_states()", .needs = kMovedStates},
     {.call = Call::kModelStateBytes, .name = "model_state_bytes()", .needs = kStatesHere},
+    {.call = Call::kMean, .name = "mean()"},
+    {.call = Call::kAgree, .name = "agree()"},
 };
 
 const Row& row_of(Call call) {

@@ -34,6 +34,8 @@ enum class Call {
   kOffloadStates,
   kReloadStates,
   kModelStateBytes,
+  kMean,
+  kAgree,
 };
 
 // Who makes the micro-batches of a step: the program, call by call, or a schedule, a whole batch in one call; or there

@@ -4,11 +4,13 @@
 #include <bit>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "core/check_time.h"
 #include "core/log.h"
 #include "core/text.h"
 #include "model/state/finished_gradients.h"
+#include "model/state/shared_buffers.h"
 
 namespace ds::engine {
 
@@ -46,11 +48,13 @@ bool StepWarnings::looks_at_buffers() const {
 }
 
 void StepWarnings::warn_of_buffers() {
-  if (std::exchange(warned_of_buffers_, true) || state_.ranks.part->rank() != 0) return;
+  if (warned_of_buffers_) return;
+  comm::Communicator& ranks = *state_.ranks.part;
+  const std::vector<std::string> names = buffers_that_differ(*state_.module, ranks, state_.ranks.device);
+  warned_of_buffers_ = !names.empty();  // on a GPU they may have become equal since the step
+  if (ranks.rank() != 0 || names.empty()) return;
   log::warning("step ", progress_.global_steps, of_engine(),
-               ": the model's buffers differ between data ranks: running statistics of BatchNorm are each rank's own, ",
-               "and checkpoints have those of rank 0. \"sync_batchnorm\": true computes them over all ranks, ",
-               "\"broadcast_buffers\": true gives all ranks those of rank 0 (said once)");
+               ": the model's buffers differ between data ranks: ", advice_on_buffers(names), " (said once)");
 }
 
 // Weights that have become NaN make every later step one of these: the first of a row is told, then fewer and fewer.

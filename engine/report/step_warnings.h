@@ -32,7 +32,7 @@ class StepWarnings {
   // Whether the buffers of ranks are to be compared in this step: at steps 1, 2, 4, 8, ..., for running statistics
   // differ from the first step on where they do, and a digest waits for the device.
   bool looks_at_buffers() const;
-  // Warns once that buffers differ.
+  // Warns once that buffers differ, and names them. Collective over the data-parallel ranks, which all know it.
   void warn_of_buffers();
   // Explains a norm that is not finite by what all ranks know of it. All but an error is logged; of many such steps in
   // a row that are applied, fewer and fewer are explained. Returns the explanation, which is empty where the norm is

@@ -29,6 +29,7 @@
 #include "model/state/part_options.h"
 #include "model/state/recomputed_modules.h"
 #include "model/state/same_on_all_ranks.h"
+#include "model/state/shared_buffers.h"
 
 namespace ds::engine {
 namespace {
@@ -45,8 +46,15 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
 
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const ModelState& model) {
-  if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
   const ModelOptimizer& optimizer = model.optimizer;
+  if (options.torch_scheduler) {
+    require<ConfigError>(optimizer.client != nullptr, "initialize: .torch_scheduler: expected the .optimizer that it ",
+                         "was made over, found none; the optimizer of a ds_config has the section \"scheduler\"");
+    require<ConfigError>(!options.lr_scheduler, "initialize: expected one of .lr_scheduler and .torch_scheduler, ",
+                         "found both; remove one of them");
+    return std::make_shared<LrScheduler>(optimizer.client, LrScheduler::of(options.torch_scheduler, optimizer.client));
+  }
+  if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
   require<ConfigError>(optimizer.own || optimizer.client,
                        options.lr_scheduler ? "initialize: .lr_scheduler" : "scheduler",
                        ": expected none without an optimizer, whose learning rates it would set; add the section ",
@@ -167,6 +175,20 @@ void configure_process(const InitializeOptions& options, const config::DsConfig&
       checkpoint_options(config.activation_checkpointing, recompute::checkpoint_options()));
 }
 
+// Warns of the program's buffers whose values rank 0's are about to replace on other ranks. The layers of a pipeline
+// have drawn theirs in initialize(), and are none of the program's doing. `from_file`: .weights may have others.
+void tell_of_buffers(const ModelState& model, bool from_file) {
+  comm::Communicator& ranks = *model.ranks.part;
+  if (ranks.size() == 1 || model.pipeline) return;
+  const std::vector<std::string> names = buffers_that_differ(*model.module, ranks, model.ranks.device);
+  if (names.empty() || from_file || ranks.rank() != 0) return;
+  log::warning(
+      "initialize: the model's buffers differ between data ranks: ", first_of(names),
+      ". All ranks go on with those of ",
+      "rank 0, as with its parameters. State that each rank keeps for itself is set after initialize(); values ",
+      "that are drawn at random have to be drawn alike");
+}
+
 // The module on its device: layers of a pipeline are built, all others moved as they are or, where they have no memory
 // yet, later, bucket by bucket.
 void place_module(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
@@ -182,6 +204,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) broadcast_tied_weights(model.pipeline->tied);
+  tell_of_buffers(model, /*from_file=*/!options.weights.empty());
   model.tensor = split_over_tensor_axis(model.ranks, options, config);
 }
 
@@ -206,8 +229,8 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
   require_same_on_all_ranks(parameters, settings_text(options, config, parameters, groups),
-                            {.samples = samples, .has_schedule = options.lr_scheduler != nullptr}, ranks.device,
-                            *ranks.part);
+                            {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
+                            ranks.device, *ranks.part);
 }
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.

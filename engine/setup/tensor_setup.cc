@@ -156,8 +156,8 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   const SplitRules split = rules_of(options, config);
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
   require_same_on_all_ranks({}, split_text(options, config, split.rules),
-                            {.samples = samples, .has_schedule = options.lr_scheduler != nullptr}, ranks.device,
-                            *ranks.world);
+                            {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
+                            ranks.device, *ranks.world);
   parallel::SplitPlan plan = parallel::plan_module(module, split.rules, ranks.tensor->size());
   if (ranks.world->rank() == 0) {
     for (const std::string& warning : split.warnings) log::warning(warning);

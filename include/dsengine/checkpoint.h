@@ -26,6 +26,9 @@ class Module;
 
 namespace ds::engine {
 
+// Full tensors of a model by name.
+using StateDict = std::vector<std::pair<std::string, at::Tensor>>;
+
 // Options of save_checkpoint(save_dir, tag, options), which works like this:
 //
 // Each rank writes its part of the state to <save_dir>/<tag> (default: "global_step<N>"). The folder gets that name

@@ -12,8 +12,8 @@
 // One Engine belongs to one rank. All ranks call its methods in the same order, from the thread that made it
 // (UsageError on another thread, until that one calls use_from_this_thread()).
 //
-// At stage 3 a parameter has memory only while operators of that thread read it. So forward runs on that thread, all
-// ranks run it together, and after the engine's end the parameters have no elements (take module_state_dict() before).
+// At stage 3 a parameter has memory only while operators of that thread read it. So forward runs there, all ranks run
+// it together, and after the engine's end parameters have no elements (take module_state_dict() before).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,9 +49,9 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // --- one training step -------------------------------------------------------------------------------------------
-  // Calls model->forward(inputs...), with floating-point tensors moved to the engine's device and, under
-  // fp16.auto_cast, cast to float16. Where inputs are right already, the model may be called directly. `model` is a
-  // module holder or pointer, usually module().
+  // Calls model->forward(inputs...), with tensors moved to the engine's device and, under fp16.auto_cast,
+  // floating-point ones cast to float16. Where inputs are right already, the model may be called directly. `model`:
+  // holder or pointer.
   template <class Model, class... Inputs>
   decltype(auto) forward(Model& model, Inputs&&... inputs) {
     return model->forward(prepared(std::forward<Inputs>(inputs))...);
@@ -70,17 +70,16 @@ class Engine {
   // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
   // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error. The
   // state is then rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as it can
-  // after any other exception before the update but CommError. After one in the middle of the update (a client
-  // optimizer throws, a file cannot be read) all calls throw UsageError until optimizer states are loaded.
+  // after any other exception before the update but CommError. After one in the middle of the update all calls throw
+  // UsageError until optimizer states are loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
   // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
   at::Tensor step(const std::function<at::Tensor()>& closure);
-  // Names the next micro-batch in reports, in place of the samples of the engine's loader. With a pipeline, call it in
-  // the function that gives micro-batches.
+  // Names the next micro-batch in reports, in place of its samples; with a pipeline, in the function that gives them.
   void name_batch(std::string name);
   bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
-  // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts again
+  // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts
   // (with managed_gradient_accumulation false every step() is a boundary).
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
 
@@ -101,9 +100,9 @@ class Engine {
   int pipe_parallel_rank() const;
   // Lets stages agree on new shapes of activations with the next batch.
   void reset_activation_shape();
-  // trace_pipeline(true) records when each action of the next batches begins and ends; each action then waits for an
-  // accelerator. write_pipeline_trace() has rank 0 write the actions of the last batch on all ranks to `path`, in
-  // Chrome's trace event format. `ds-tool schedule --measured` draws that file over the plan. Both are collective.
+  // Records when each action of the next batches begins and ends, waiting for an accelerator after each; rank 0 writes
+  // those of the last batch on all ranks to `path`, in Chrome's trace event format, which `ds-tool schedule --measured`
+  // draws over the plan. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
 
@@ -121,15 +120,13 @@ class Engine {
   };
   [[nodiscard]] NoSync no_sync();
 
-  // Hands the engine over to the calling thread, which runs forward and calls its methods from now on. Nobody else uses
-  // the engine meanwhile, or has a scope of gathered_parameters() or no_sync() open. With torch_autocast the other
-  // thread keeps its state of autocast, and a warning says so.
+  // Hands the engine over to the calling thread, which runs forward and calls its methods from now on, while nobody
+  // else uses it and no scope is open. With torch_autocast, a warning says that the other thread keeps its autocast.
   void use_from_this_thread();
   // Set the mode of the module with all its layers.
   void train();
   void eval();
-  // Drops the running accumulation: its gradients, reduced or not, and the count of its micro-batches. step() does it
-  // after an update.
+  // Drops the running accumulation: its gradients, reduced or not, and its count. step() does it after an update.
   void zero_grad();
 
   // --- what happened -----------------------------------------------------------------------------------------------
@@ -160,8 +157,8 @@ class Engine {
   int64_t train_batch_size() const;
   int64_t train_micro_batch_size_per_gpu() const;
   int64_t gradient_accumulation_steps() const;
-  // Changes gradient_accumulation_steps so that an update takes `size` samples. Throws UsageError inside an
-  // accumulation, and unless `size` is a multiple of micro batch x data-parallel size.
+  // Has an update take `size` samples by other gradient_accumulation_steps. UsageError inside an accumulation, and for
+  // a size that is no multiple of micro batch x data-parallel size.
   void set_train_batch_size(int64_t size);
   // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
@@ -180,6 +177,11 @@ class Engine {
   const std::shared_ptr<torch::nn::Module>& module() const;
   comm::Communicator& communicator() const;  // over the data-parallel group: ranks with the same part of the model
   comm::Communicator& world() const;         // over all ranks
+  // Returns the mean over communicator() of tensors of one shape and dtype, without a gradient, the same bits on all
+  // ranks; of integers as float64, of 16 bits as float32. Collective.
+  at::Tensor mean(const at::Tensor& tensor) const;
+  // Returns on all ranks whether any has given true: to stop early, or once one was told to end. Collective over world.
+  bool agree(bool flag) const;
   // The bytes that this rank has sent since initialize() or the last reset, over all groups of the engine.
   int64_t comm_bytes_sent() const;
   void reset_comm_counters();
@@ -196,21 +198,18 @@ class Engine {
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are
-  // collective: ranks that share the model call them with the same parameter, in the same order. Full values have the
-  // parameter's shape, are float32 copies (float64 in a float64 model, here and below) on the engine's device, and are
-  // given on every rank. Local values are this rank's shard, flat: the elements that it updates, in the parameter's
-  // order, perhaps none.
+  // collective, with the same parameter on ranks that share the model. Full values have the parameter's shape, are
+  // float32 copies (float64 in a float64 model, here and below) on the engine's device, and are given on every rank.
+  // Local values are this rank's shard, flat: the elements that it updates, in the parameter's order, perhaps none.
   //
   // The gradient, between backward() of a step's last micro-batch and step(): the mean over ranks and micro-batches,
-  // without loss scale, before clipping. step() uses what is set. (Where .grad does not have it too, reading .grad
-  // throws and says why.)
+  // without loss scale, before clipping. step() uses what is set. (Beyond stage 0 reading .grad throws.)
   at::Tensor safe_get_full_grad(const at::Tensor& parameter);
   void safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
   at::Tensor safe_get_local_grad(const at::Tensor& parameter);
   void safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value);
   // Asks step() to clip the gradients of the model to this L2 norm, before gradient_clipping; of several calls the
-  // smallest counts. Called when the gradient can be read; returns the norm before. As
-  // torch::nn::utils::clip_grad_norm_().
+  // smallest counts. Called when the gradient can be read. Returns the norm before.
   double clip_grad_norm_(double max_norm);  // NOLINT(readability-identifier-naming): torch's name
   // The master weights. Setting them changes the model's weights at once, too.
   at::Tensor safe_get_full_fp32_param(const at::Tensor& parameter);
@@ -224,27 +223,29 @@ class Engine {
   void safe_set_local_optimizer_state(const at::Tensor& parameter, const at::Tensor& value, const std::string& state);
 
   // --- the whole model ---------------------------------------------------------------------------------------------
-  // Gathers these parameters of the model until the returned scope ends; see dsengine/zero.h. Collective at both ends;
-  // throws UsageError for a tensor that is no parameter of the model.
+  // Gathers these parameters until the returned scope ends; see dsengine/zero.h. Collective at both ends; UsageError
+  // for a tensor that is no parameter of the model.
   [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,
                                                              std::optional<int> modifier_rank = std::nullopt);
   // Returns full parameters and buffers by name, on the host, in the model's dtype. Collective.
-  std::vector<std::pair<std::string, at::Tensor>> module_state_dict();
+  StateDict module_state_dict();
   // Lets rank 0 write full parameters (under all their names) and buffers in the model's dtype to folder/filename, a
-  // safetensors file, one parameter at a time; makes the folder when it is missing. Returns the path. Collective; when
-  // the file cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file is left as
-  // it was. At stage 3 throws UsageError unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as
-  // DeepSpeed.
+  // safetensors file, one parameter at a time; makes a missing folder. Returns the path. Collective; when the file
+  // cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file stays. At stage 3
+  // throws UsageError unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as DeepSpeed. `from`:
+  // values to write in place of all parameters and any buffers, such as averaged weights; those of rank 0 count, other
+  // ranks may leave it out. UsageError for a missing or unknown name or another shape.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
-                               bool exclude_frozen_parameters = false);
+                               bool exclude_frozen_parameters = false,
+                               const std::optional<StateDict>& from = std::nullopt);
   // Returns full float32 weights by name, on the host: the masters of trained parameters (a tied weight once, under its
   // first name), and frozen parameters. Collective.
-  std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
+  StateDict fp32_state_dict();
 
   // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
-  // Saves a checkpoint. Collective. Returns the path of the tag's folder; empty with checkpoint.writer.type "MOCK",
-  // which writes nothing. Inside an accumulation, or between backward() and step(), it saves the state before the
-  // accumulation, without gradients, and warns: a run that loads it begins the accumulation anew.
+  // Saves a checkpoint and returns the path of the tag's folder; empty with checkpoint.writer.type "MOCK", which writes
+  // nothing. Inside an accumulation it saves the state before it, without gradients, and warns: a run that loads begins
+  // the accumulation anew. Collective.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.
@@ -287,12 +288,11 @@ class Engine {
 //   encoder->step();
 //   decoder->step();
 //
-// It takes the place of the backward() of each engine, and counts as one call in its accumulation.
-// (encoder->backward(loss) alone would drop the gradients of the decoder.) Reductions begin when the pass is over,
-// engine by engine in the order of the list, which is equal on all ranks. The engines belong to one rank and thread,
-// and have no pipelines. Throws UsageError as Engine::backward does, and for engines that scale the loss differently:
-// with other gradient_accumulation_steps (unless scale_wrt_gas is false) or another static loss scale. Of dynamic loss
-// scales the smallest counts; the other engines take it over at the beginning of their accumulation.
+// It takes the place of the backward() of each engine (of which one alone would drop the gradients of the others), and
+// counts as one call in its accumulation. Reductions begin when the pass is over, engine by engine in the order of the
+// list, equal on all ranks. The engines belong to one rank and thread, and have no pipelines. Throws UsageError as
+// Engine::backward does, and for engines that scale the loss differently: with other gradient_accumulation_steps
+// (unless scale_wrt_gas is false) or another static loss scale. Of dynamic ones all take the smallest over.
 at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
                     bool retain_graph = false, bool scale_wrt_gas = true);
 

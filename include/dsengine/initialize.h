@@ -26,8 +26,9 @@ namespace torch::nn {
 class Module;
 }
 namespace torch::optim {
+class LRScheduler;
 class Optimizer;
-}
+}  // namespace torch::optim
 
 namespace ds::engine {
 
@@ -76,6 +77,11 @@ struct InitializeOptions {
   TrainingData training_data;
   // Replaces the config's scheduler: maps step number k = 0, 1, ... to a factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;
+  // Replaces the config's scheduler: a scheduler of torch's over .optimizer, as torch::optim::StepLR, that has not
+  // stepped. The engine alone calls its step(), once here, as Python's constructors do, and then after each applied
+  // step. So a StepLR falls as Python's does, one step before LibTorch's. Checkpoints keep its place. A class of the
+  // program's takes its rates from the number of its steps and the last rates alone: to go back, it begins anew.
+  std::shared_ptr<torch::optim::LRScheduler> torch_scheduler;
   // The zero::Init scope in which the model was built, on every rank; null: none. Its ranks are the job's where none of
   // distributed, communicator and mesh is given. Must outlive initialize().
   zero::Init* init = nullptr;

@@ -18,8 +18,9 @@
 #include "dsengine/lr_schedule.h"
 
 namespace torch::optim {
+class LRScheduler;
 class Optimizer;
-}
+}  // namespace torch::optim
 
 namespace ds::optimizers {
 
@@ -94,6 +95,11 @@ class LrScheduler {
   static Rule of(std::shared_ptr<const optimizers::LrSchedule> schedule);
   // Returns the rule "step number k runs with factor(k) times the group's base_lr"; base_lr has one value per group.
   static Rule scaled_by(std::function<double(int64_t k)> factor, std::vector<double> base_lr);
+
+  // Returns the rule of a scheduler of torch's that was made over `optimizer`; InitializeOptions::torch_scheduler has
+  // the terms. Throws UsageError for one of another optimizer, or that has stepped.
+  static Rule of(std::shared_ptr<torch::optim::LRScheduler> scheduler,
+                 std::shared_ptr<torch::optim::Optimizer> optimizer);
 
   // Goes on by one step. The engine calls it after each applied optimizer step.
   void step();

@@ -134,6 +134,12 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
   }
   if (run.schedule) {  // also where it stays: its values are those of the groups, not the checkpoint's
     const int64_t own = run.schedule->last_batch_iteration();
+    if (taken.with_schedule && !state.lr_iteration && !run.schedule->plateau() && run.progress.applied_steps > 0 &&
+        model.ranks.world->rank() == 0) {
+      log::warning("load_checkpoint: ", source.location(), " has ", run.progress.applied_steps, " steps and no place ",
+                   "of a learning-rate schedule, which stays at its step ", own + 1, ". To put it elsewhere, call ",
+                   "engine->lr_scheduler()->load_last_batch_iteration(steps - 1)");
+    }
     run.schedule->load_last_batch_iteration(taken.with_schedule ? state.lr_iteration.value_or(own) : own);
     if (taken.with_schedule) take_plateau(model, *run.schedule, source);
   }

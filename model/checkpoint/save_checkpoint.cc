@@ -1,5 +1,6 @@
 #include "model/checkpoint/save_checkpoint.h"
 
+#include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -15,6 +16,7 @@
 #include "core/check.h"
 #include "core/files/safetensors.h"
 #include "core/log.h"
+#include "core/tensor_check.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
@@ -270,6 +272,22 @@ class WeightFile {
   void write(const std::string& name, const at::Tensor& tensor) {
     attempt([&] { writer_->write(name, tensor); });
   }
+  // Writes full values of the program's in the place of the parameters, and of the buffers that it names.
+  void write_given(const NamedTensors& given, const torch::nn::Module& module) {
+    attempt([&] {
+      const auto values = values_for(given, module);
+      const auto own_or_given = [&](const auto& item) {
+        const auto found = values.find(item.key());
+        return found == values.end() ? item.value() : found->second.detach().to(item.value().scalar_type());
+      };
+      for (const auto& item : module.named_buffers()) writer_->write(item.key(), own_or_given(item));
+      for (const auto& item : module.named_parameters()) {
+        if (names_.contains(trained_tensor(item.value()).unsafeGetTensorImpl())) {
+          writer_->write(item.key(), own_or_given(item));
+        }
+      }
+    });
+  }
   void commit() {
     attempt([&] { writer_->commit(); });
   }
@@ -284,6 +302,39 @@ class WeightFile {
     } catch (...) {
       failure_ = std::current_exception();
     }
+  }
+
+  // Returns the given values under the module's names: all parameters of the file, each tied one under all its names,
+  // and those buffers that are given. Throws UsageError where they do not fit.
+  std::map<std::string, at::Tensor> values_for(const NamedTensors& given, const torch::nn::Module& module) const {
+    std::map<std::string, at::Tensor> values;
+    const auto parameters = module.named_parameters();
+    const auto buffers = module.named_buffers();
+    for (const auto& [name, value] : given) {
+      const at::Tensor* const own = parameters.contains(name) ? parameters.find(name) : buffers.find(name);
+      require(own != nullptr, "save_16bit_model: from: ", name, ": expected names of the model's parameters and ",
+              "buffers, as module_state_dict() has them, found one that it lacks");
+      require(value.defined() && value.sizes() == own->sizes(), "save_16bit_model: from: ", name,
+              ": expected a tensor of shape ", own->sizes(), ", found ", describe(value));
+      require(values.emplace(name, value).second, "save_16bit_model: from: ", name,
+              ": expected it once, found it twice");
+    }
+    std::vector<std::string> missing;
+    for (const auto& [parameter, names] : names_) {
+      const auto known =
+          std::find_if(names.begin(), names.end(), [&](const auto& one) { return values.contains(one); });
+      if (known == names.end()) {
+        missing.push_back(names.front());
+        continue;
+      }
+      const at::Tensor value = values.at(*known);
+      for (const std::string& name : names) values.emplace(name, value);
+    }
+    std::sort(missing.begin(), missing.end());
+    require(missing.empty(), "save_16bit_model: from: expected, on rank 0, values of all ", names_.size(),
+            " parameters that the file gets, found none of ", missing.size(), ", the first of them ",
+            lazy([&] { return missing.front(); }));
+    return values;
   }
 
   std::map<const void*, std::vector<std::string>> names_;  // by identity of what is trained: tied ones have several
@@ -324,15 +375,20 @@ void write_parameters(const ModelState& state, std::optional<WeightFile>& file) 
 
 }  // namespace
 
-void save_model(const ModelState& state, const std::string& path, bool with_frozen) {
+void save_model(const ModelState& state, const std::string& path, bool with_frozen,
+                const std::optional<NamedTensors>& from) {
   comm::Communicator& ranks = state.ranks.layer_ranks();
   std::optional<WeightFile> file;
   if (ranks.rank() == 0) file.emplace(path, *state.module, with_frozen);
-  write_parameters(state, file);
-  if (file) {
-    for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
-    file->commit();
+  if (from) {
+    if (file) file->write_given(*from, *state.module);
+  } else {
+    write_parameters(state, file);
+    if (file) {
+      for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
+    }
   }
+  if (file) file->commit();
   require<IoError>(comm::failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0,
                    "save_16bit_model: rank 0 could not write ", path, ", its message says why");
 }

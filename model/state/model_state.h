@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -42,6 +43,14 @@ struct GradientDeps {
   std::unique_ptr<zero::GradientReducer> reducer;
 };
 
+// The masters of a bucket before 16-bit values that the program has set took their place (take_over_changes), on the
+// host. An element that shows its old 16-bit value again gets its old master back, so that weights that are swapped in,
+// read and swapped out again lose nothing.
+struct OverwrittenMaster {
+  at::Tensor master;  // what this rank has of it
+  at::Tensor shown;   // its elements as the parameters had them, in the model's dtype
+};
+
 // Later members refer to earlier ones; members are destroyed in reverse order.
 struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
@@ -60,6 +69,7 @@ struct ModelState {
   // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets, except where these
   // have another dtype, an optimizer asks for copies (separate_master), or masters are offloaded.
   std::vector<at::Tensor> masters;
+  std::map<size_t, OverwrittenMaster> overwritten;  // by trainable bucket, since the last update
   GradientDeps gradients;
   std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups to add and count over, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;

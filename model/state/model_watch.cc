@@ -46,6 +46,7 @@ ModelWatch::~ModelWatch() { state_.access->call_before_changes({}); }
 
 void ModelWatch::renew() {
   const CheckTime::Scope time;
+  state_.overwritten.clear();
   for (std::vector<Seen>* const list : {&trained_, &others_}) {
     for (Seen& seen : *list) seen.version = seen.parameter->tensor._version();
   }

@@ -32,7 +32,8 @@ class ModelWatch {
   void look(const char* call);
   // Looks at the parameters and at the list of the module's parameters, which costs some microseconds more.
   void look_at_module(const char* call);
-  // Forgets the changes since the last look: they were the engine's doing.
+  // Forgets the changes since the last look, and masters that earlier ones have overwritten: parameters and masters are
+  // as the engine has made them.
   void renew();
   // Forgets the changes of the parameters of these buckets since the last look.
   void renew(const std::vector<size_t>& buckets);

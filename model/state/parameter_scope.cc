@@ -176,18 +176,27 @@ void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>
   }
 }
 
-void take_over_changes(const ModelState& state, size_t bucket) {
+void take_over_changes(ModelState& state, size_t bucket) {
   at::autocast::clear_cache();                 // of this thread: casted copies of the weights before
   if (bucket >= state.buckets.size()) return;  // frozen
   const at::NoGradGuard no_grad;
-  at::Tensor own = state.own_part(bucket);
-  if (own.is_alias_of(state.masters[bucket])) return;
+  const at::Tensor part = state.own_part(bucket);
+  if (part.is_alias_of(state.masters[bucket])) return;
   state.buckets[bucket].kept_slice().use(/*changes=*/false, [&] {
     state.use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
-      own = own.to(master.device());
+      const at::Tensor own = part.to(master.device());
       // Unchanged values keep the precision that only the master has, and what ranks have stepped by themselves.
-      const at::Tensor before = state.optimizer.weights(bucket, master);
-      at::Tensor(master).copy_(at::where(before.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+      const at::Tensor shown = state.optimizer.weights(bucket, master).to(own.scalar_type());
+      const at::Tensor unchanged = shown == own;
+      at::Tensor taken = own.to(master.scalar_type());
+      if (const auto found = state.overwritten.find(bucket); found != state.overwritten.end()) {
+        const OverwrittenMaster& before = found->second;
+        taken = at::where(before.shown.to(own.device()) == own, before.master.to(own.device()), taken);
+      } else if (master.scalar_type() != own.scalar_type() && !unchanged.all().item<bool>()) {
+        state.overwritten[bucket] = {.master = master.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true),
+                                     .shown = shown.to(at::kCPU)};
+      }
+      at::Tensor(master).copy_(at::where(unchanged, master, taken));
     });
   });
 }

@@ -22,6 +22,8 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
 void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call);
 
 // Lets the optimizer go on from the parameters of a bucket that the program has changed, the same way on all ranks.
-void take_over_changes(const ModelState& state, size_t bucket);
+// Keeps the masters that lose their place (ModelState::overwritten) and puts them back where the parameters are the old
+// ones.
+void take_over_changes(ModelState& state, size_t bucket);
 
 }  // namespace ds::engine

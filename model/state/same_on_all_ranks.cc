@@ -140,7 +140,8 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
                        "on each data-parallel rank, of which the engine gives each its part; found ",
                        samples_text(first[2]), " on rank 0 and ", samples_text(other[2]), " on rank ", rank,
                        " (this is rank ", ranks.rank(), ")");
-    require<CommError>(other[3] == first[3], "initialize: .lr_scheduler: ranks disagree: expected one on each ",
+    require<CommError>(other[3] == first[3],
+                       "initialize: .lr_scheduler or .torch_scheduler: ranks disagree: expected one on each ",
                        "data-parallel rank or on none; found ", schedule_text(first[3]), " on rank 0 and ",
                        schedule_text(other[3]), " on rank ", rank, " (this is rank ", ranks.rank(), ")");
   }

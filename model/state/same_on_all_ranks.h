@@ -16,7 +16,7 @@ namespace ds::engine {
 // The inputs of initialize() beside the model and the config.
 struct GivenInputs {
   std::optional<int64_t> samples;   // samples of .training_data; none: it was not given
-  bool has_schedule = false;        // .lr_scheduler
+  bool has_schedule = false;        // .lr_scheduler or .torch_scheduler
   const char* call = "initialize";  // the call that takes these options, for messages
 };
 

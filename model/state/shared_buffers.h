@@ -1,9 +1,12 @@
 // A module's buffers over the ranks that train it: the same values, or whether they are the same.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "dsengine/comm.h"
 
@@ -16,5 +19,15 @@ void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& rank
 // Returns a digest of all values: equal on ranks with equal buffers. 0 for a module without buffers. Waits for the
 // device.
 uint64_t digest_of_buffers(const torch::nn::Module& module);
+
+// Returns the names of the buffers that have other values on some rank than on the first one, in the order of the
+// module; none where ranks have different numbers of buffers. Collective.
+std::vector<std::string> buffers_that_differ(const torch::nn::Module& module, comm::Communicator& ranks,
+                                             c10::Device device);
+// Joins the first of the names for a message, and says how many more there are.
+std::string first_of(const std::vector<std::string>& names);
+// Returns a warning's text about buffers that differ between ranks: their names, and what becomes of each kind, running
+// statistics of BatchNorm or state that the program keeps.
+std::string advice_on_buffers(const std::vector<std::string>& names);
 
 }  // namespace ds::engine

@@ -260,6 +260,62 @@ TEST(BroadcastBuffers, BuffersThatPartAreToldOnce) {
   }
 }
 
+// A queue and a hidden state beside a BatchNorm: what each rank keeps for itself.
+struct StatefulImpl : torch::nn::Module {
+  StatefulImpl() {
+    layer = register_module("layer", torch::nn::Linear(4, 4));
+    hidden = register_buffer("hidden", torch::zeros({4}));
+    queue = register_buffer("queue", torch::zeros({2, 4}));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor out = torch::tanh(layer(x) + hidden);
+    const torch::NoGradGuard no_grad;
+    hidden.copy_(out.mean(0));
+    return out;
+  }
+  torch::nn::Linear layer{nullptr};
+  at::Tensor hidden, queue;
+};
+TORCH_MODULE(Stateful);
+
+TEST(BuffersOfRanks, ThatPartAreNamedWithAdviceThatFits) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](comm::Communicator& ranks) {
+    Stateful model;
+    const auto engine = start(model.ptr(), small_config(1, 1), ranks).engine;
+    for (int step = 0; step < 2; ++step) {
+      engine->backward(model->forward(torch::full({3, 4}, 0.1 * (ranks.rank() + 1))).pow(2).mean());
+      engine->step();
+    }
+  });
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(text, HasSubstr("the model's buffers differ between data ranks: hidden (state of the program's"));
+  EXPECT_THAT(text, Not(HasSubstr("queue,")));
+  EXPECT_THAT(text, Not(HasSubstr("broadcast_buffers"))) << "which would destroy it";
+  EXPECT_THAT(log_of(small_config(1, 1)),
+              AllOf(HasSubstr("norm.running_mean, norm.running_var (running statistics of BatchNorm"),
+                    HasSubstr("broadcast_buffers"), Not(HasSubstr("state of the program's"))));
+}
+
+TEST(BuffersOfRanks, ThatDifferBeforeInitializeAreToldBeforeRankZerosAreTaken) {
+  const auto log_of_start = [](int stage, double by_rank) {
+    ::testing::internal::CaptureStderr();
+    run_ranks(2, [&](comm::Communicator& ranks) {
+      Stateful model;
+      model->queue.fill_(1.0 + by_rank * ranks.rank());
+      start(model.ptr(), small_config(stage, 1), ranks);
+      EXPECT_TRUE(model->queue.equal(torch::ones({2, 4})));
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  for (const int stage : {0, 3}) {
+    EXPECT_THAT(log_of_start(stage, 0.5),
+                HasSubstr("initialize: the model's buffers differ between data ranks: queue. "));
+    EXPECT_THAT(log_of_start(stage, 0.0), Not(HasSubstr("buffers differ")));
+  }
+}
+
 TEST(SyncBatchNormInEngine, RanksThatConvertOtherLayersAreNamed) {
   try {
     run_ranks(2, [&](comm::Communicator& ranks) {

@@ -2,11 +2,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "dsengine/fused_optimizers.h"
 #include "tests/model/client_run.h"
+#include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -159,6 +166,144 @@ TEST_P(ClientOptimizerAtStages, AnOverflowIsSkippedAndHalvesTheScale) {
     train(*engine, model, 1);
     EXPECT_TRUE(engine->was_step_applied());
   });
+}
+
+// A rate that follows from the last one and from the number of steps.
+struct DecayLr : torch::optim::LRScheduler {
+  using LRScheduler::LRScheduler;
+  std::vector<double> get_lrs() override {
+    std::vector<double> rates = get_current_lrs();
+    for (double& rate : rates) rate *= step_count_ == 0 ? 1.0 : step_count_ % 2 == 0 ? 0.5 : 0.75;
+    return rates;
+  }
+};
+
+using MakeSchedule = std::function<std::shared_ptr<torch::optim::LRScheduler>(torch::optim::Optimizer&)>;
+
+std::shared_ptr<torch::optim::LRScheduler> step_lr(torch::optim::Optimizer& optimizer) {
+  return std::make_shared<torch::optim::StepLR>(optimizer, /*step_size=*/3, /*gamma=*/0.5);
+}
+
+std::shared_ptr<torch::optim::LRScheduler> decay_lr(torch::optim::Optimizer& optimizer) {
+  return std::make_shared<DecayLr>(optimizer);
+}
+
+// A run of an optimizer of the program's with a scheduler of torch's.
+struct ScheduledRun {
+  ScheduledRun(int stage, const MakeSchedule& make, comm::Communicator& communicator)
+      : optimizer(torch_optimizer("AdamW", model)),
+        engine(initialize({.model = model.ptr(),
+                           .config = client_config(stage),
+                           .optimizer = optimizer,
+                           .torch_scheduler = make(*optimizer),
+                           .communicator = borrowed(communicator)})
+                   .engine) {}
+  // Trains, and returns the multiple of the first rate that each step had.
+  std::vector<double> factors(int steps) {
+    std::vector<double> result;
+    for (int step = 0; step < steps; ++step) {
+      result.push_back(engine->get_lr()[0] / 0.02);
+      EXPECT_NEAR(engine->get_lr()[1] / 0.005, result.back(), 1e-12);
+      train(*engine, model, 1);
+    }
+    return result;
+  }
+
+  SmallNet model;
+  std::shared_ptr<torch::optim::Optimizer> optimizer;
+  std::shared_ptr<Engine> engine;
+};
+
+TEST_P(ClientOptimizerAtStages, TorchsSchedulersFallAsPythonsAndComeBack) {
+  const auto are = [](const std::vector<double>& factors) {
+    return testing::Pointwise(testing::DoubleNear(1e-12), factors);
+  };
+  const std::vector<std::pair<MakeSchedule, std::vector<double>>> cases = {
+      {step_lr, {1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25}},
+      {decay_lr, {1, 0.75, 0.375, 0.28125, 0.140625, 0.10546875, 0.052734375, 0.03955078125, 0.019775390625}}};
+  for (const auto& one : cases) {
+    const MakeSchedule& make = one.first;
+    const std::vector<double>& expected = one.second;
+    const test::ScratchFolder folder;
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      const std::vector<double> rest(expected.begin() + 4, expected.end());
+      ScheduledRun at_once(GetParam(), make, communicator);
+      std::vector<double> found = at_once.factors(4);
+      at_once.engine->save_checkpoint(folder.path().string());
+      const std::vector<double> after = at_once.factors(5);
+      found.insert(found.end(), after.begin(), after.end());
+      EXPECT_THAT(found, are(expected));
+      ScheduledRun resumed(GetParam(), make, communicator);
+      resumed.engine->load_checkpoint(folder.path().string());
+      EXPECT_THAT(resumed.factors(5), are(rest));
+      EXPECT_EQ(
+          largest_difference(copy_of(resumed.engine->fp32_state_dict()), copy_of(at_once.engine->fp32_state_dict())),
+          0.0);
+      at_once.engine->load_checkpoint(folder.path().string());  // back, in the same run
+      EXPECT_THAT(at_once.factors(5), are(rest));
+    });
+  }
+}
+
+TEST(TorchScheduler, MistakesAreNamed) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet other;
+    const auto elsewhere = torch_optimizer("AdamW", other);
+    EXPECT_THAT(
+        [&] {
+          ScheduledRun(
+              1, [&](auto&) { return step_lr(*elsewhere); }, communicator);
+        },
+        ThrowsMessage<UsageError>(HasSubstr("another optimizer")));
+    const auto stepped = [](torch::optim::Optimizer& optimizer) {
+      const auto schedule = step_lr(optimizer);
+      schedule->step();
+      return schedule;
+    };
+    EXPECT_THAT([&] { ScheduledRun(1, stepped, communicator); },
+                ThrowsMessage<UsageError>(HasSubstr("expected one that has not stepped")));
+    SmallNet model;
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = model.ptr(),
+                      .config = small_config(1, 1),
+                      .torch_scheduler = step_lr(*elsewhere),
+                      .communicator = borrowed(communicator)});
+        },
+        ThrowsMessage<ConfigError>(HasSubstr(".torch_scheduler: expected the .optimizer")));
+    std::shared_ptr<torch::optim::LRScheduler> schedule;
+    ScheduledRun twice(
+        1, [&](torch::optim::Optimizer& optimizer) { return schedule = step_lr(optimizer); }, communicator);
+    schedule->step();  // as in a plain loop
+    EXPECT_THAT([&] { train(*twice.engine, twice.model, 1); },
+                ThrowsMessage<UsageError>(HasSubstr("expected 1 calls so far, found 2")));
+  });
+}
+
+// Nothing of a scheduler that the program steps is in a checkpoint but the rates that it has set.
+TEST_P(ClientOptimizerAtStages, ASchedulerOfTheProgramsOwnIsToldAtALoad) {
+  const auto log_of_load = [&](bool stepped) {
+    const test::ScratchFolder folder;
+    testing::internal::CaptureStderr();
+    run_ranks(1, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto optimizer = torch_optimizer("SGD", model);
+      const auto engine = start_client(model, client_config(GetParam()), optimizer, communicator).engine;
+      torch::optim::StepLR schedule(*optimizer, 1, 0.5);
+      for (int step = 0; step < 3; ++step) {
+        train(*engine, model, 1);
+        if (stepped) schedule.step();
+      }
+      engine->save_checkpoint(folder.path().string());
+      SmallNet again;
+      const auto own = torch_optimizer("SGD", again);
+      start_client(again, client_config(GetParam()), own, communicator).engine->load_checkpoint(folder.path().string());
+      EXPECT_EQ(learning_rates(*own), learning_rates(*optimizer));
+    });
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(log_of_load(true), HasSubstr("Give a torch::optim::LRScheduler to initialize() as .torch_scheduler"));
+  EXPECT_THAT(log_of_load(false), testing::Not(HasSubstr(".torch_scheduler")));
 }
 
 TEST(ClientOptimizer, WorksOnTheHost) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -124,6 +125,39 @@ TEST(ReduceLrOnPlateau, OfAnOptimizerOfTheProgram) {
       parts.schedule->step(1.0);
     }
     EXPECT_EQ(learning_rates(*optimizer)[0], 0.125);
+  });
+}
+
+// The config's takes the place of LibTorch's, which nobody can save.
+TEST(ReduceLrOnPlateau, AgreesWithLibTorchsBesideAnOptimizerOfTheProgramAndComesBack) {
+  const std::vector<float> values = {3, 2, 4, 5, 2.5, 1, 1, 1.5, 0.5, 0.7, 0.8, 0.9};
+  const auto plain = std::make_shared<torch::optim::SGD>(std::vector<at::Tensor>{torch::zeros({1})}, 0.5);
+  torch::optim::ReduceLROnPlateauScheduler libtorch(*plain, torch::optim::ReduceLROnPlateauScheduler::min,
+                                                    /*factor=*/0.5, /*patience=*/1);
+  std::vector<double> expected;
+  for (const float value : values) {
+    libtorch.step(value);
+    expected.push_back(learning_rates(*plain)[0]);
+  }
+  EXPECT_LT(expected.back(), 0.5);
+  const test::ScratchFolder scratch;
+  test::run_ranks(1, [&](comm::Communicator& ranks) {
+    std::vector<double> found;
+    for (const size_t from : {size_t{0}, size_t{4}, size_t{8}}) {  // a run of four values, resumed twice
+      SmallNet model;
+      nlohmann::ordered_json config = plateau_config(0);
+      config.erase("optimizer");
+      const auto optimizer = std::make_shared<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.5));
+      const auto parts =
+          initialize({.model = model.ptr(), .config = config, .optimizer = optimizer, .communicator = borrowed(ranks)});
+      if (from > 0) parts.engine->load_checkpoint(scratch.path().string());
+      for (size_t i = from; i < from + 4; ++i) {
+        parts.schedule->step(values[i]);
+        found.push_back(learning_rates(*optimizer)[0]);
+      }
+      parts.engine->save_checkpoint(scratch.path().string(), std::to_string(from));
+    }
+    EXPECT_EQ(found, expected);
   });
 }
 

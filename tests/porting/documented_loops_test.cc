@@ -303,16 +303,31 @@ TEST_F(DocumentedLoops, AnOptimizerOfTheProgramsOwnWithItsSchedule) {
   folder_.write("ds_config.json", small_config(2, 1).dump());
   Model model = make_model();
   auto optimizer = std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(3e-4));
-  torch::optim::StepLR schedule(*optimizer, /*step_size=*/1000, /*gamma=*/0.5);
-  auto [engine, none, loader, no_schedule] =
-      ds::engine::initialize({.model = model.ptr(), .config = "ds_config.json", .optimizer = optimizer});
-  // engine->backward(loss); engine->step(); schedule.step();
+  auto step_lr = std::make_shared<torch::optim::StepLR>(*optimizer, /*step_size=*/1000, /*gamma=*/0.5);
+  auto [engine, none, loader, schedule] = ds::engine::initialize(
+      {.model = model.ptr(), .config = "ds_config.json", .optimizer = optimizer, .torch_scheduler = step_lr});
+  // engine->backward(loss); engine->step();
   const State before = copy_of(engine->fp32_state_dict());
-  for (int step = 0; step <= 1000; ++step) schedule.step();  // LibTorch counts from 0
+  for (int step = 0; step < 1000; ++step) schedule->step();  // as the engine does
   EXPECT_DOUBLE_EQ(engine->get_lr()[0], 1.5e-4);
   engine->backward(model->forward(torch::ones({4, 6})).sum());
   engine->step();
   EXPECT_GT(largest_difference(before, copy_of(engine->fp32_state_dict())), 0.0);
+}
+
+TEST_F(DocumentedLoops, RanksThatEndTogether) {
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(2, 1), ranks).engine;
+    int steps = 0;
+    while (++steps < 9) {
+      const bool terminated = ranks.rank() == 1 && steps == 2;
+      const at::Tensor loss = engine->backward(model->loss(sample(steps, ranks.rank())) + 1.0);
+      engine->step();
+      if (engine->agree(terminated || loss.item<double>() < 0.01)) break;  // after each step, on all ranks
+    }
+    EXPECT_EQ(steps, 2);
+  });
 }
 
 // --- several models and buffers --------------------------------------------------------------------------------------

@@ -3,15 +3,19 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "core/check.h"
 #include "tests/porting/ported_run.h"
+#include "tests/support/scratch_folder.h"
 
 namespace ds::engine {
 namespace {
 
+using nlohmann::ordered_json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
@@ -116,6 +120,80 @@ TEST_P(ReplacedValues, ReachMastersOfBf16) {
       EXPECT_LT(std::abs(model->loss(sample(5, communicator.rank())).item<double>() - before), 2.0);
     });
   }
+}
+
+// Puts values into all parameters.
+void put_values(SmallNet& model, const std::vector<at::Tensor>& values) {
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < values.size(); ++i) model->parameters()[i].copy_(values[i]);
+}
+
+std::vector<at::Tensor> scaled_copies(SmallNet& model, double factor) {
+  const torch::NoGradGuard no_grad;
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& parameter : model->parameters()) copies.push_back(parameter * factor);
+  return copies;
+}
+
+ordered_json of_precision(const std::string& precision, int stage) {
+  ordered_json config = small_config(stage, 1);
+  config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = true;
+  config[precision] = {{"enabled", true}};
+  if (precision == "fp16") config[precision]["initial_scale_power"] = 4;
+  return config;
+}
+
+// Averaged weights are swapped in, read and saved, and the program's own are put back.
+TEST_P(ReplacedValues, MastersComeBackWithTheValuesThatWereSwappedOut) {
+  const test::ScratchFolder folder;
+  const auto scope = [](Engine& engine, SmallNet& model) {
+    const auto whole = engine.gathered_parameters(model->parameters(), /*modifier_rank=*/1);
+    put_values(model, scaled_copies(model, 0.5));
+  };
+  const std::vector<std::function<void(Engine&, SmallNet&)>> reads = {
+      [&](Engine& engine, SmallNet&) { engine.save_16bit_model(folder.path().string()); },
+      [&](Engine& engine, SmallNet&) { engine.save_checkpoint(folder.path().string(), "averaged"); },
+      [](Engine& engine, SmallNet& model) {
+        const at::Tensor shown = scaled_copies(model, 1.0)[0].to(torch::kFloat);
+        EXPECT_TRUE(engine.safe_get_full_fp32_param(model->parameters()[0]).equal(shown))
+            << "what is swapped in counts";
+      },
+      [](Engine& engine, SmallNet&) { engine.module_state_dict(); }, scope};
+  for (const char* precision : {"bf16", "fp16"}) {
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), of_precision(precision, GetParam()), communicator).engine;
+      const State masters = train(*engine, model, 3);
+      ASSERT_NE(largest_difference(masters, copy_of(engine->module_state_dict())), 0.0) << "masters have more bits";
+      const std::vector<at::Tensor> own = scaled_copies(model, 1.0);
+      for (const auto& read : reads) {
+        put_values(model, scaled_copies(model, 0.75));
+        read(*engine, model);
+        put_values(model, own);
+        EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), masters), 0.0) << precision;
+      }
+    });
+  }
+}
+
+// What is set by name meanwhile is the program's own value from then on.
+TEST_P(ReplacedValues, MastersThatAreSetWhileOthersAreSwappedIn) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), of_precision("bf16", GetParam()), communicator).engine;
+    State expected = train(*engine, model, 2);
+    std::vector<at::Tensor> own = scaled_copies(model, 1.0);
+    put_values(model, scaled_copies(model, 0.75));
+    engine->module_state_dict();
+    const at::Tensor value = torch::full({3}, 1.0 / 3);
+    engine->safe_set_full_fp32_param(model->last->bias, value);
+    expected["last.bias"] = value;
+    own.back() = value.to(torch::kBFloat16);
+    put_values(model, scaled_copies(model, 0.75));
+    engine->module_state_dict();
+    put_values(model, own);
+    EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), expected), 0.0);
+  });
 }
 
 TEST_P(ReplacedValues, AnotherDtypeIsAnErrorWithTheParametersName) {

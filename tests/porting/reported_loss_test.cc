@@ -6,6 +6,7 @@
 #include <fstream>
 #include <string>
 
+#include "dsengine/errors.h"
 #include "tests/porting/ported_run.h"
 #include "tests/support/scratch_folder.h"
 
@@ -76,6 +77,31 @@ TEST_P(ReportedLoss, WithoutAnyGradientTwiceIsAWarning) {
     return model->loss(sample(step, rank)) * (step == 1 ? 0 : 1);
   };
   EXPECT_THAT(log_of(GetParam(), once), Not(HasSubstr("all gradients are zero")));
+}
+
+// What each rank measures, averaged, and a decision of one rank that all follow: early stop, a signal.
+TEST_P(ReportedLoss, MeansAndDecisionsAreThoseOfAllRanks) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(GetParam(), 1), communicator).engine;
+    const int rank = communicator.rank();
+    const at::Tensor own = torch::tensor({1.0F, 2.0F}) * (rank + 1);
+    EXPECT_TRUE(engine->mean(own).equal(torch::tensor({1.5F, 3.0F})));
+    EXPECT_TRUE(own.equal(torch::tensor({1.0F, 2.0F}) * (rank + 1))) << "a new tensor";
+    EXPECT_TRUE(engine->mean(torch::tensor(int64_t{rank})).equal(torch::tensor(0.5, torch::kDouble)));
+    EXPECT_TRUE(engine->mean(torch::full({2}, 6e4 * rank, torch::kHalf)).equal(torch::full({2}, 3e4)));
+    EXPECT_FALSE(engine->mean(model->loss(sample(0, rank))).requires_grad());
+    int steps = 0;
+    for (bool stops = false; !stops && steps < 9;) {
+      engine->backward(model->loss(sample(steps, rank)));
+      engine->step();
+      ++steps;
+      stops = engine->agree(rank == 1 && steps == 3);
+    }
+    EXPECT_EQ(steps, 3);
+    EXPECT_THAT([&] { engine->mean(torch::zeros({2}).to_sparse()); },
+                ::testing::ThrowsMessage<UsageError>(HasSubstr("mean(): expected a dense tensor")));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, ReportedLoss, ::testing::Values(0, 1, 2, 3), stage_name);

@@ -27,17 +27,29 @@ CallOrder of_program(int64_t micro_batches = 4, bool counted = true) {
 
 CallOrder of_schedule() { return {Driver::kSchedule, {.micro_batches = 4}}; }
 
-const Call kAll[] = {Call::kBackward,           Call::kStep,
-                     Call::kTrainBatch,         Call::kEvalBatch,
-                     Call::kSetDataloader,      Call::kSetDataiterator,
-                     Call::kTracePipeline,      Call::kResetActivationShape,
-                     Call::kWritePipelineTrace, Call::kZeroGrad,
-                     Call::kModuleStateDict,    Call::kSynchronizeParameters,
-                     Call::kGatheredParameters, Call::kFp32StateDict,
-                     Call::kSave16BitModel,     Call::kSaveCheckpoint,
-                     Call::kLoadCheckpoint,     Call::kOffloadStates,
-                     Call::kReloadStates,       Call::kModelStateBytes,
-                     Call::kSetTrainBatchSize};
+const Call kAll[] = {Call::kBackward,
+                     Call::kStep,
+                     Call::kTrainBatch,
+                     Call::kEvalBatch,
+                     Call::kSetDataloader,
+                     Call::kSetDataiterator,
+                     Call::kTracePipeline,
+                     Call::kResetActivationShape,
+                     Call::kWritePipelineTrace,
+                     Call::kZeroGrad,
+                     Call::kModuleStateDict,
+                     Call::kSynchronizeParameters,
+                     Call::kGatheredParameters,
+                     Call::kFp32StateDict,
+                     Call::kSave16BitModel,
+                     Call::kSaveCheckpoint,
+                     Call::kLoadCheckpoint,
+                     Call::kOffloadStates,
+                     Call::kReloadStates,
+                     Call::kModelStateBytes,
+                     Call::kSetTrainBatchSize,
+                     Call::kMean,
+                     Call::kAgree};
 
 TEST(CallOrder, AtFirstAllIsAllowedButWhatNeedsACallBefore) {
   const CallOrder order = of_program();

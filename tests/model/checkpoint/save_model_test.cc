@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <optional>
 
 #include "core/check.h"
 #include "core/files/safetensors.h"
@@ -92,6 +93,57 @@ TEST_P(SaveModelTest, AFileThatCannotBeWrittenIsAnErrorOnEveryRank) {
     EXPECT_THROW(engine->save_16bit_model("/proc/nowhere"), IoError);
     engine->backward(model->loss(sample(0, communicator.rank())));  // and training goes on
     engine->step();
+  });
+}
+
+// Averaged weights, say, under one name each; only rank 0 has them, and nothing is gathered.
+TEST_P(SaveModelTest, ValuesOfTheProgramTakeThePlaceOfTheModels) {
+  const test::ScratchFolder folder;
+  ordered_json config = saving_config(GetParam());
+  config["zero_optimization"].erase("stage3_gather_16bit_weights_on_model_save");
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SavedNet model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    const State own = copy_of(engine->fp32_state_dict());
+    std::optional<StateDict> from;
+    if (communicator.rank() == 0) {
+      from = StateDict{{"first.weight", torch::full({6, 6}, 1.0 / 3)},
+                       {"first.bias", torch::ones({6})},
+                       {"tied.bias", torch::zeros({6}, torch::kDouble)}};
+    }
+    const SafetensorsFile file(engine->save_16bit_model(folder.path(), "averaged.safetensors", false, from));
+    EXPECT_EQ(file.entries().size(), 5U);
+    for (const char* name : {"first.weight", "tied.weight"}) {
+      EXPECT_TRUE(file.tensor(name).equal(torch::full({6, 6}, 1.0 / 3, torch::kBFloat16))) << name;
+    }
+    EXPECT_TRUE(file.tensor("scale").equal(torch::full({3}, 0.5, file.tensor("scale").scalar_type())));
+    EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), own), 0.0);
+  });
+}
+
+TEST_P(SaveModelTest, ValuesOfTheProgramThatDoNotFitAreNamed) {
+  const test::ScratchFolder folder;
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SavedNet model;
+    const auto engine = start(model.ptr(), saving_config(GetParam()), communicator).engine;
+    const StateDict all = engine->module_state_dict();
+    const auto expect_refused = [&](const StateDict& from, const char* text) {
+      const auto save = [&] { engine->save_16bit_model(folder.path(), "never.safetensors", false, from); };
+      if (communicator.rank() == 0) {
+        EXPECT_THAT(save, ThrowsMessage<UsageError>(HasSubstr(text)));
+      } else {
+        EXPECT_THAT(save, ThrowsMessage<IoError>(HasSubstr("rank 0 could not write")));
+      }
+    };
+    StateDict other = all;
+    other.emplace_back("more.weight", torch::ones({1}));
+    expect_refused(other, "from: more.weight: expected names of the model's parameters");
+    other = all;
+    other.front().second = torch::ones({5});
+    expect_refused(other, "expected a tensor of shape [6, 6]");
+    expect_refused({{"first.weight", torch::ones({6, 6})}}, "all 3 parameters that the file gets, found none of 2");
+    expect_refused({}, "found none of 3");
+    EXPECT_FALSE(std::filesystem::exists(folder / "never.safetensors"));
   });
 }
 
