@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cctype>
 #include <memory>
 #include <utility>
 
 #include "comm/backend.h"
 #include "config/describe.h"
+#include "core/ascii.h"
 #include "core/check.h"
 
 namespace ds::engine::config {
@@ -64,9 +64,7 @@ void allreduce_op(JsonFields& json, GradientAllreduceOp& out) {
   const nlohmann::ordered_json* value = json.find("gradient_allreduce_op");
   for (const auto& [name, op] : kNames) {
     if (value == nullptr || !value->is_string()) continue;
-    std::string word = value->get<std::string>();
-    std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
-    if (word != name) continue;
+    if (!equal_in_any_case(value->get_ref<const std::string&>(), name)) continue;
     out = op;
     return;
   }

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/system_call.h"
+#include "core/text.h"
 
 namespace ds::profiling {
 
@@ -38,7 +39,7 @@ std::string make_monitor_folder(const std::string& output_path, const std::strin
   errno = error.value();
   if (error) fail_to_write(section, folder.string());
   const std::filesystem::path probe = folder / cat(".write_test.", ::getpid());
-  if (!std::ofstream(probe)) fail_to_write(section, folder.string());
+  if (!classic_stream<std::ofstream>(probe)) fail_to_write(section, folder.string());
   std::filesystem::remove(probe, error);
   return folder.string();
 }

@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json/parse_json.h"
+#include "core/number_text.h"
 #include "core/shown_text.h"
 
 namespace ds {
@@ -53,12 +55,12 @@ std::optional<nlohmann::ordered_json> parse_number(std::string_view text) {
   if (!std::regex_match(text.begin(), text.end(), match, kPattern)) return std::nullopt;
   const std::string digits(text);
   if (!match[2].matched && !match[3].matched) {
-    const auto value = nlohmann::ordered_json::parse(digits, nullptr, false);
+    const auto value = parse_json<nlohmann::ordered_json>(digits, nullptr, false);
     const bool fits = value.is_number_integer() && !(value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX);
     if (fits) return nlohmann::ordered_json(value.get<int64_t>());
-    return nlohmann::ordered_json(std::strtod(digits.c_str(), nullptr));
+    return nlohmann::ordered_json(nearest_double(digits));
   }
-  const double value = std::strtod(digits.c_str(), nullptr);
+  const double value = nearest_double(digits);
   if (std::abs(value) < kWholeNumberLimit && std::trunc(value) == value) {
     return nlohmann::ordered_json(static_cast<int64_t>(value));
   }

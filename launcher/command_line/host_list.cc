@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/system_call.h"
+#include "core/text.h"
 
 namespace ds::launcher {
 namespace {
@@ -170,7 +171,7 @@ std::vector<Host> limit_ranks(std::vector<Host> hosts, int ranks, const std::str
 }
 
 std::vector<Host> read_hostfile(const std::string& file) {
-  std::ifstream in(file, std::ios::binary);
+  auto in = classic_stream<std::ifstream>(file, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
   require_system<IoError>(in.good(), "--hostfile ", file, " cannot be read");
   return parse_hostfile(text, file);

@@ -5,8 +5,10 @@
 #include <fstream>
 #include <iterator>
 
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/restart_request.h"
+#include "core/text.h"
 #include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
@@ -24,8 +26,9 @@ constexpr std::array<std::string_view, 4> kNever = {kLaunchIdVariable, "DS_ENV_F
 std::string_view name_of(std::string_view entry) { return entry.substr(0, entry.find('=')); }
 
 bool is_name(std::string_view text) {
-  return !text.empty() && (text[0] < '0' || text[0] > '9') &&
-         std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) != 0 || c == '_'; });
+  return !text.empty() && !is_ascii_digit(text[0]) && std::all_of(text.begin(), text.end(), [](char c) {
+    return is_ascii_letter(c) || is_ascii_digit(c) || c == '_';
+  });
 }
 
 }  // namespace
@@ -65,7 +68,7 @@ std::vector<std::string> forwarded_environment(const std::vector<std::string>& e
   std::vector<std::filesystem::path> files = {home / name, here / name};  // an absolute name stands for itself
   if (files[0].lexically_normal() == files[1].lexically_normal()) files.pop_back();
   for (const std::filesystem::path& file : files) {
-    std::ifstream in(file, std::ios::binary);
+    auto in = classic_stream<std::ifstream>(file, std::ios::binary);
     if (!in.is_open()) continue;
     found = true;
     const std::string text{std::istreambuf_iterator<char>(in), {}};

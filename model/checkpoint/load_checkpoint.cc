@@ -13,6 +13,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/host_folders.h"
@@ -74,7 +75,7 @@ std::vector<std::string> tags_to_try(const std::string& load_dir, const std::str
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
-  std::istringstream in(text);
+  auto in = classic_stream<std::istringstream>(text);
   for (std::string line; std::getline(in, line);) lines.push_back(line);
   return lines;
 }

@@ -20,6 +20,7 @@
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "dsengine/optimizer.h"
 
 namespace ds::engine {
@@ -43,7 +44,7 @@ void set_generator_state(at::Generator generator, const at::Tensor& state) {
 at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
-  std::ostringstream stream;
+  auto stream = classic_stream<std::ostringstream>();
   archive.save_to(stream);
   const std::string text = stream.str();
   const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
@@ -53,7 +54,8 @@ at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
 
 // In place of all that the optimizer has.
 void take_serialized(const ModelState& model, const at::Tensor& bytes) {
-  std::istringstream stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
+  auto stream =
+      classic_stream<std::istringstream>(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   torch::serialize::InputArchive archive;
   archive.load_from(stream, model.ranks.device);
   model.optimizer.client->state().clear();

@@ -14,6 +14,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
+#include "core/json/parse_json.h"
 #include "core/log.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
@@ -51,7 +52,7 @@ void check_tags(const Ranks& ranks, config::TagValidation validation, const std:
 void require_json(const checkpoint::TrainingState& training) {
   try {
     const nlohmann::json whole = checkpoint::to_json(training);
-    require(nlohmann::json::parse(whole.dump()) == whole, "save_checkpoint: client_state or the ds_config ",
+    require(parse_json<nlohmann::json>(whole.dump()) == whole, "save_checkpoint: client_state or the ds_config ",
             "does not come back from JSON as it is: it has an infinite number or one that is none (NaN)");
   } catch (const nlohmann::json::exception& error) {
     throw UsageError(cat("save_checkpoint: client_state or the ds_config is no JSON text: ", error.what()));
@@ -166,7 +167,7 @@ class Saving {
       const auto host = static_cast<size_t>(folders_.host_of[static_cast<size_t>(rank)]);
       if (folders_.leaders[host] == rank) {
         const std::string where = cat("the table of rank ", rank);
-        checkpoint::add_table(other, nlohmann::json::parse(tables[host]), where);
+        checkpoint::add_table(other, parse_json<nlohmann::json>(tables[host]), where);
         checkpoint::leave_out_covered(other, here);
         checkpoint::add_table(here, checkpoint::table_to_json(other), where);
       }
