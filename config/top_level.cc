@@ -96,8 +96,18 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
   json.enumerator("communication_backend", c.communication_backend, backend_names());
 }
 
+// Trainers write an infinite number for "never".
+void steps_per_print(JsonFields& json, std::optional<int64_t>& out) {
+  constexpr const char* kKey = "steps_per_print";
+  const nlohmann::ordered_json* value = json.find(kKey);
+  const std::string text = value != nullptr && value->is_string() ? value->get<std::string>() : "";
+  if (!equal_in_any_case(text, kJsonInfinity) && !equal_in_any_case(text, "inf")) return json.field(kKey, out);
+  out.reset();
+  json.warning(kKey, cat("found ", text, ", which is taken as null: no line is written; write null"));
+}
+
 void describe_logging(JsonFields& json, DsConfig& c, SectionsWithoutEffect& other) {
-  json.field("steps_per_print", c.steps_per_print);
+  steps_per_print(json, c.steps_per_print);
   json.field("wall_clock_breakdown", c.wall_clock_breakdown);
   json.field("memory_breakdown", c.memory_breakdown);
   json.field("dump_state", c.dump_state);

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "core/text.h"
+#include "core/utf8.h"
 #include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
@@ -25,6 +26,15 @@ constexpr std::array<std::string_view, 4> kNever = {kLaunchIdVariable, "DS_ENV_F
 
 std::string_view name_of(std::string_view entry) { return entry.substr(0, entry.find('=')); }
 
+// NAME="value" and NAME='value' without the quotes, as a shell reads them. Quotes inside of a value are parts of it.
+std::string without_quotes(std::string_view entry) {
+  const std::string_view value = entry.substr(entry.find('=') + 1);
+  const bool quoted = value.size() >= 2 && value.front() == value.back() && (value[0] == '"' || value[0] == '\'') &&
+                      value.find(value[0], 1) == value.size() - 1;
+  std::string result(entry.substr(0, entry.size() - value.size()));
+  return result.append(quoted ? value.substr(1, value.size() - 2) : value);
+}
+
 bool is_name(std::string_view text) {
   return !text.empty() && !is_ascii_digit(text[0]) && std::all_of(text.begin(), text.end(), [](char c) {
     return is_ascii_letter(c) || is_ascii_digit(c) || c == '_';
@@ -40,6 +50,7 @@ bool is_forwarded(std::string_view name) {
 }
 
 std::vector<std::string> parse_environment_file(std::string_view text, const std::string& file) {
+  text = without_byte_order_mark(text);
   std::vector<std::string> entries;
   int number = 0;
   for (size_t begin = 0; begin < text.size();) {
@@ -51,7 +62,7 @@ std::vector<std::string> parse_environment_file(std::string_view text, const std
     if (line.find_first_not_of(" \t") == std::string_view::npos || line.starts_with('#')) continue;
     require<ConfigError>(line.find('=') != std::string_view::npos && is_name(name_of(line)), file, ", line ", number,
                          ": expected NAME=value, found '", line, "'");
-    entries.emplace_back(line);
+    entries.push_back(without_quotes(line));
   }
   return entries;
 }

@@ -126,8 +126,7 @@ class Saving {
     std::string tag = request.tag.empty() ? cat("global_step", run_.progress.global_steps) : request.tag;
     check_tags(ranks, run_.config.checkpoint.tag_validation, tag);
     tag = comm::text_of_first_rank(tag, ranks.device, *ranks.world);
-    require(!request.save_dir.empty(), "save_checkpoint: expected a folder for checkpoints, found an empty name; pass ",
-            "\".\" for the working folder");
+    checkpoint::require_folder_name(request.save_dir, "save_checkpoint");
     checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(request.save_dir).string(), tag);
     for (std::string* text : {&save.save_dir, &save.incomplete}) *text = text_of_leader(*text, folders_, ranks);
     return std::make_shared<SaveJob>(
