@@ -20,6 +20,7 @@
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "core/text.h"
 #include "dsengine/optimizer.h"
 
@@ -58,8 +59,16 @@ void take_serialized(const ModelState& model, const at::Tensor& bytes) {
       classic_stream<std::istringstream>(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   torch::serialize::InputArchive archive;
   archive.load_from(stream, model.ranks.device);
-  model.optimizer.client->state().clear();
-  model.optimizer.client->load(archive);
+  torch::optim::Optimizer& client = *model.optimizer.client;
+  const std::vector<double> before = learning_rates(client);
+  client.state().clear();
+  client.load(archive);
+  const std::vector<double> after = learning_rates(client);
+  for (size_t i = 0; model.ranks.world->rank() == 0 && i < std::min(before.size(), after.size()); ++i) {
+    if (before[i] == after[i]) continue;
+    log::info("load_checkpoint: parameter group ", i, " has from the checkpoint, not from here: lr ", after[i],
+              " (not ", before[i], ")");
+  }
 }
 
 // Bit patterns of checksums of the buffers' contents.
