@@ -141,7 +141,9 @@ TEST(CheckpointOptimizers, OptionsThatAreTheCheckpointsAreSaid) {
     ordered_json config = with_optimizer(1, "AdamW");
     config["optimizer"]["params"] = {{"lr", 0.1}, {"weight_decay", 0.5}};
     SmallNet model;
-    start(model.ptr(), config, communicator).engine->save_checkpoint(dir, "tag");
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    train(*engine, model, 1);
+    engine->save_checkpoint(dir, "tag");
     config["optimizer"]["params"] = {{"lr", 0.02}, {"weight_decay", 0.25}};
     SmallNet other;
     const auto loaded = start(other.ptr(), config, communicator).engine;
