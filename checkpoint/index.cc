@@ -17,6 +17,7 @@
 #include "core/files/safetensors.h"
 #include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
+#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 
 namespace ds::checkpoint {
@@ -288,7 +289,7 @@ std::string sealed(const json& content) {
 
 json unsealed(const std::string& text, const std::string& where) {
   JsonDepth depth;
-  json value = json::parse(text, std::ref(depth), /*allow_exceptions=*/false);
+  json value = parse_json<json>(text, std::ref(depth), /*allow_exceptions=*/false);
   require<IoError>(
       !depth.exceeded() && value.is_object() && value.value("format", json()) == kFormat && value.contains("content"),
       where, ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",

@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files/atomic_file.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "core/unique_fd.h"
 
 namespace ds::checkpoint {
@@ -58,7 +59,7 @@ void SaveJob::give_up() noexcept {
   if (target_.mock) return;
   try {
     files_.reset();
-    std::ofstream(rank_file(target_, target_.rank, "failed")).put('\n');
+    classic_stream<std::ofstream>(rank_file(target_, target_.rank, "failed")).put('\n');
   } catch (...) {  // rank 0 learns of it by its patience
   }
 }

@@ -21,7 +21,9 @@
 #include "checkpoint/stored_file.h"
 #include "core/check.h"
 #include "core/files/atomic_file.h"
+#include "core/files/dangling_link.h"
 #include "core/system_call.h"
+#include "core/utf8.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -140,6 +142,15 @@ void replace_in_two_steps(const std::string& from, const std::string& to, const 
 
 }  // namespace
 
+void require_folder_name(const std::string& folder, const char* call) {
+  require(!folder.empty(), call, ": expected a folder of checkpoints, found an empty name; pass \".\" for the ",
+          "working folder");
+  const size_t scheme = folder.find("://");
+  const bool is_address = scheme != std::string::npos && scheme > 0 && folder.find('/') > scheme;
+  require(!is_address, call, ": expected a folder of checkpoints, found \"", folder, "\", which is no folder of this ",
+          "machine; give the path where the store is mounted, or copy the folder there and back by another program");
+}
+
 void require_tag(const std::string& tag) {
   require(!tag.empty() && tag.find('/') == std::string::npos && tag.find('\n') == std::string::npos && tag[0] != '.' &&
               tag != kLatest,
@@ -188,9 +199,15 @@ void begin_tag(const TagSave& save) {
   require_tag(tag);
   std::error_code error;
   const bool is_new = fs::create_directories(save_dir, error);
-  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", SystemReason(error));
+  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", lazy([&] {
+    const std::string dangling = dangling_link(save_dir);
+    return dangling.empty() ? cat(SystemReason(error)) : dangling;
+  }));
   if (is_new) make_folder_durable((fs::canonical(save_dir) / "..").string());
   const fs::path older = tag_path(save_dir, tag);
+  const std::string dangling = dangling_link(older);
+  require<IoError>(dangling.empty(), older.native(), ": cannot make this folder: ", dangling,
+                   "; remove the link, or give another tag");
   require<IoError>(
       !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.native(),
       ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
@@ -231,9 +248,10 @@ void abandon_tag(const TagSave& save) noexcept { remove_folder(save.incomplete);
 std::optional<std::string> read_latest(const std::string& save_dir) {
   const std::string path = tag_path(save_dir, kLatest);
   if (!there(path)) return std::nullopt;
-  std::string tag = read_text(path, kLongestTag);
-  while (!tag.empty() && (tag.back() == '\n' || tag.back() == '\r')) tag.pop_back();
-  return tag;
+  const std::string text = read_text(path, kLongestTag);
+  std::string_view tag = without_byte_order_mark(text);  // people write it, too
+  while (tag.ends_with('\n') || tag.ends_with('\r')) tag.remove_suffix(1);
+  return std::string(tag);
 }
 
 void write_latest(const std::string& save_dir, const std::string& tag, bool durable) {

@@ -16,6 +16,9 @@
 
 namespace ds::checkpoint {
 
+// Throws UsageError for a name of a folder of checkpoints that is empty, or the address of an object store:
+// "s3://bucket" would become a folder "s3:" here. `call` is the program's: "save_checkpoint".
+void require_folder_name(const std::string& folder, const char* call);
 // Throws UsageError for a tag that is no plain, visible name of a folder.
 void require_tag(const std::string& tag);
 

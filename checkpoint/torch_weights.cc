@@ -12,6 +12,7 @@
 #include "checkpoint/pickle/torch_archive.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/text.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -106,7 +107,7 @@ bool is_torch_file(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error)) return false;  // to open a pipe waits for its writer
   std::array<char, 4> begin = {};
-  std::ifstream in(path, std::ios::binary);
+  auto in = classic_stream<std::ifstream>(path, std::ios::binary);
   in.read(begin.data(), begin.size());
   return in.good() && std::string_view(begin.data(), begin.size()) == "PK\3\4";
 }

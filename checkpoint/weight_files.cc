@@ -13,9 +13,11 @@
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/stored_file.h"
 #include "checkpoint/torch_weights.h"
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
 #include "core/json/json_depth.h"
+#include "core/json/parse_json.h"
 #include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
@@ -76,7 +78,7 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
   JsonDepth depth;
   nlohmann::json index;
   try {
-    index = nlohmann::json::parse(text, std::ref(depth));
+    index = parse_json<nlohmann::json>(text, std::ref(depth));
   } catch (const nlohmann::json::exception& error) {
     throw IoError(cat(path, ": not JSON: ", error.what()));
   }
@@ -130,7 +132,7 @@ bool is_shard_name(const std::string& file) {
   constexpr std::string_view kPattern = "model-#####-of-#####.safetensors";
   return file.size() == kPattern.size() &&
          std::equal(file.begin(), file.end(), kPattern.begin(), kPattern.end(), [](char found, char expected) {
-           return expected == '#' ? std::isdigit(static_cast<unsigned char>(found)) != 0 : found == expected;
+           return expected == '#' ? is_ascii_digit(found) : found == expected;
          });
 }
 

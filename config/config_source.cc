@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/files/regular_file.h"
 #include "core/shown_text.h"
+#include "core/utf8.h"
 
 namespace ds::engine::config {
 namespace {
@@ -45,9 +46,7 @@ bool looks_like_object(const std::string& text) {
 std::string read_file(const std::string& path) {
   FileText file = read_regular_file(path, kMostConfigBytes);
   require<ConfigError>(file.trouble.empty(), "ds_config ", shown_text(path), ": ", file.trouble);
-  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
-  std::string_view text = file.text;
-  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  const std::string_view text = without_byte_order_mark(file.text);
   require<ConfigError>(text.find_first_not_of(" \t\r\n") != std::string_view::npos, "ds_config ", shown_text(path),
                        ": the file is empty; expected a JSON object, at least {\"train_micro_batch_size_per_gpu\": N}");
   return std::move(file.text);

@@ -105,7 +105,8 @@ int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonP
   return ranks;
 }
 
-// Chooses the number of data-parallel ranks: what a pipeline and a tensor axis leave.
+// Chooses the number of data-parallel ranks: what a pipeline, a tensor axis and a sequence axis leave. A sequence axis
+// is refused where features are; until then the batch sizes are judged as its config means them.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;
@@ -117,6 +118,8 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   if (options.pipeline_stages) config.pipeline.stages = stages;
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
+  const int64_t left = *options.world_size / stages / tensor;
+  const int64_t sequence = std::max<int64_t>(config.sequence_parallel_size.value_or(1), 1);
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,
                                 "; start a multiple of ", stages, " ranks, or change the stages"));
@@ -125,8 +128,12 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
         "/tensor_parallel/autotp_size",
         cat("expected a divisor of the ", ranks_in_words(*options.world_size / stages), stages > 1 ? " of a stage" : "",
             ", found ", tensor, "; start a multiple of ", tensor * stages, " ranks, or change it"));
+  } else if (left % sequence != 0) {
+    problems.error("/sequence_parallel_size",
+                   cat("expected a divisor of the ", ranks_in_words(left), " beside the other axes, found ", sequence,
+                       "; start a multiple of ", sequence * tensor * stages, " ranks, or change it"));
   }
-  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
+  config.dp_world_size = std::max<int64_t>(1, left / sequence);
 }
 
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {

@@ -5,6 +5,7 @@
 #include "config/elastic_batch.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "core/json/parse_json.h"
 
 namespace ds::engine::config {
 namespace {
@@ -12,7 +13,8 @@ namespace {
 constexpr const char* kSection = "/elasticity";
 
 void compare_with_scheduler(const DsConfig& config, const std::string& scheduled, JsonProblems& problems) {
-  const nlohmann::ordered_json seen = nlohmann::ordered_json::parse(scheduled, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::ordered_json seen =
+      parse_json<nlohmann::ordered_json>(scheduled, nullptr, /*allow_exceptions=*/false);
   if (!seen.is_object()) {
     problems.error(kSection,
                    "the environment variable DEEPSPEED_ELASTICITY_CONFIG is no JSON object; unset it, or set "

@@ -1,3 +1,4 @@
+#include "core/ascii.h"
 #include "dsengine/config_training.h"
 
 #include <array>
@@ -31,7 +32,7 @@ void describe_params(JsonFields& json, OptimizerSection& s) {
 std::string canonical_type(JsonFields& json, const std::string& type) {
   if (const OptimizerDescription* const row = find_optimizer(type)) return row->name;
   for (const char* const refused : kRefusedTypes) {
-    if (optimizers::is_same_type(refused, type)) return refused;
+    if (equal_in_any_case(refused, type)) return refused;
   }
   const auto meant = near_miss(type, optimizer_types());
   json.error("type", meant ? cat("unknown optimizer \"", type, "\"; did you mean ", *meant, "?")

@@ -1,10 +1,10 @@
 #include "dsengine/config_runtime.h"
 
 #include <algorithm>
-#include <cctype>
 
 #include "config/comms_operations.h"
 #include "config/describe.h"
+#include "core/ascii.h"
 
 namespace ds::engine::config {
 namespace {
@@ -20,12 +20,8 @@ void describe(JsonFields& json, ParallelWriteSection& s) { json.field("pipeline_
 void word_in_any_case(JsonFields& json, const char* key, std::string& out, const std::vector<std::string>& words) {
   std::string text = out;
   json.field(key, text);
-  const auto lower = [](std::string word) {
-    std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
-    return word;
-  };
   for (const std::string& word : words) {
-    if (lower(word) == lower(text)) {
+    if (equal_in_any_case(word, text)) {
       out = word;
       return;
     }

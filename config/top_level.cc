@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cctype>
 #include <memory>
 #include <utility>
 
 #include "comm/backend.h"
 #include "config/describe.h"
+#include "core/ascii.h"
 #include "core/check.h"
 
 namespace ds::engine::config {
@@ -64,9 +64,7 @@ void allreduce_op(JsonFields& json, GradientAllreduceOp& out) {
   const nlohmann::ordered_json* value = json.find("gradient_allreduce_op");
   for (const auto& [name, op] : kNames) {
     if (value == nullptr || !value->is_string()) continue;
-    std::string word = value->get<std::string>();
-    std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
-    if (word != name) continue;
+    if (!equal_in_any_case(value->get_ref<const std::string&>(), name)) continue;
     out = op;
     return;
   }
@@ -98,8 +96,18 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
   json.enumerator("communication_backend", c.communication_backend, backend_names());
 }
 
+// Trainers write an infinite number for "never".
+void steps_per_print(JsonFields& json, std::optional<int64_t>& out) {
+  constexpr const char* kKey = "steps_per_print";
+  const nlohmann::ordered_json* value = json.find(kKey);
+  const std::string text = value != nullptr && value->is_string() ? value->get<std::string>() : "";
+  if (!equal_in_any_case(text, kJsonInfinity) && !equal_in_any_case(text, "inf")) return json.field(kKey, out);
+  out.reset();
+  json.warning(kKey, cat("found ", text, ", which is taken as null: no line is written; write null"));
+}
+
 void describe_logging(JsonFields& json, DsConfig& c, SectionsWithoutEffect& other) {
-  json.field("steps_per_print", c.steps_per_print);
+  steps_per_print(json, c.steps_per_print);
   json.field("wall_clock_breakdown", c.wall_clock_breakdown);
   json.field("memory_breakdown", c.memory_breakdown);
   json.field("dump_state", c.dump_state);

@@ -1,5 +1,6 @@
 #include "core/name_pattern.h"
 
+#include <locale>
 #include <utility>
 
 namespace ds {
@@ -51,7 +52,9 @@ NamePattern NamePattern::regex(const std::string& text, Letters letters) {
   auto flags = std::regex::ECMAScript;
   if (letters == Letters::kAnyCase) flags |= std::regex::icase;
   NamePattern result;
-  result.regex_.emplace(text, flags);
+  result.regex_.emplace();
+  result.regex_->imbue(std::locale::classic());  // whatever std::locale::global() says, before the text is compiled
+  result.regex_->assign(text, flags);
   return result;
 }
 

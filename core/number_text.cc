@@ -2,7 +2,10 @@
 
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <system_error>
+
+#include "core/classic_scope.h"
 
 namespace ds {
 namespace {
@@ -31,6 +34,11 @@ std::optional<int64_t> parse_whole_number(std::string_view text) {
 std::optional<double> parse_finite_number(std::string_view text) {
   const auto number = parse_all<double>(text);
   return number && std::isfinite(*number) ? number : std::nullopt;
+}
+
+double nearest_double(const std::string& number) {
+  const ClassicScope scope;  // std::from_chars does not tell too large from too small
+  return std::strtod(number.c_str(), nullptr);
 }
 
 }  // namespace ds

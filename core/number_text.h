@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace ds {
@@ -11,5 +12,7 @@ namespace ds {
 std::optional<int64_t> parse_whole_number(std::string_view text);
 // Parses a finite number; nothing for other text.
 std::optional<double> parse_finite_number(std::string_view text);
+// Returns the double nearest to a decimal number as JSON writes it: infinity or 0 where it is out of a double's range.
+double nearest_double(const std::string& number);
 
 }  // namespace ds

@@ -24,4 +24,10 @@ inline size_t utf8_length(std::string_view text) {
   return overlong || out_of_range ? 0 : length;
 }
 
+// `text` behind the byte order mark that editors of Windows put before it, where it has one.
+inline std::string_view without_byte_order_mark(std::string_view text) {
+  constexpr std::string_view kMark = "\xEF\xBB\xBF";
+  return text.starts_with(kMark) ? text.substr(kMark.size()) : text;
+}
+
 }  // namespace ds

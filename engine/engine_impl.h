@@ -61,6 +61,8 @@ struct Engine::Impl {
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
   bool warned_of_own_accumulation = false;
+  bool warned_of_short_update = false;
+  bool divides_loss = true;  // whether the last backward() divided it by gradient_accumulation_steps
   bool warned_of_unfinished_save = false;
   // Whether the program has asked for what these sections make, which the engine cannot do by itself.
   struct Asked {

@@ -64,6 +64,20 @@ void warn_of_own_accumulation(Engine::Impl& engine) {
       "calls step() after each backward() and leaves the counting to the engine (said once)");
 }
 
+// Warns, once, of an update of fewer micro-batches than their losses were divided by, as at the end of an epoch where
+// the program declares the boundary.
+void warn_of_short_update(Engine::Impl& engine) {
+  const int64_t asked = engine.order.micro_batches.per_update();
+  const int64_t done = engine.order.micro_batches.batches_done();
+  if (done >= asked || !engine.divides_loss || engine.state.ranks.world->rank() != 0 ||
+      std::exchange(engine.warned_of_short_update, true))
+    return;
+  log::warning(engine.with_engine("step()"), ": the update is made of ", done, " of ", asked,
+               " micro-batches, and the loss of each was divided by ", asked, ": its gradient is ", done, "/", asked,
+               " of that of their mean. If the mean is meant, divide these losses by ", done,
+               " and pass scale_wrt_gas = false to their backward() (said once)");
+}
+
 // Warns, once, of a ReduceLROnPlateau schedule that has been given no value to follow in many steps.
 void warn_of_no_value(const Engine::Impl& engine) {
   constexpr int64_t kStepsWithout = 1000;
@@ -152,6 +166,7 @@ void Engine::Impl::make_step() {
   order.micro_batches.note_micro_batch();
   progress.step_applied = false;
   if (boundary) {
+    warn_of_short_update(*this);
     complete_step();
   } else {
     state.access->end_pass();

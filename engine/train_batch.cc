@@ -12,6 +12,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/atomic_file.h"
+#include "core/json/parse_json.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 
@@ -259,7 +260,7 @@ void Engine::write_pipeline_trace(const std::string& path) {
     if (self.state.ranks.world->rank() == 0) {
       nlohmann::json all = nlohmann::json::array();
       for (const std::string& text : texts) {
-        for (nlohmann::json& event : nlohmann::json::parse(text)) all.push_back(std::move(event));
+        for (nlohmann::json& event : parse_json<nlohmann::json>(text)) all.push_back(std::move(event));
       }
       write_whole_file(path, nlohmann::json{{"traceEvents", std::move(all)}}.dump(), /*durable=*/false);
     }

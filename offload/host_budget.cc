@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace ds::offload {
 namespace {
@@ -24,14 +25,14 @@ constexpr int64_t kNoLimit = int64_t{1} << 62;
 int64_t kept_free(int64_t limit) { return std::min(limit / kPartKept, kMostKept); }
 
 std::string text_of(const fs::path& path) {
-  std::ifstream in(path);
-  std::ostringstream text;
+  auto in = classic_stream<std::ifstream>(path);
+  auto text = classic_stream<std::ostringstream>();
   text << in.rdbuf();
   return std::move(text).str();
 }
 
 std::vector<std::string> words_of(const std::string& line) {
-  std::istringstream in(line);
+  auto in = classic_stream<std::istringstream>(line);
   std::vector<std::string> words;
   for (std::string word; in >> word;) words.push_back(std::move(word));
   return words;
@@ -47,7 +48,7 @@ std::optional<int64_t> number_in(std::string_view text) {
 
 // The number after `name` at the start of a line: "MemAvailable:  24190832 kB", "total_active_file 4096".
 std::optional<int64_t> field_of(const std::string& text, const std::string& name) {
-  std::istringstream in(text);
+  auto in = classic_stream<std::istringstream>(text);
   for (std::string line; std::getline(in, line);) {
     if (!line.starts_with(name)) continue;
     const size_t start = line.find_first_not_of(" \t", name.size());
@@ -124,7 +125,7 @@ struct ControllerMount {
 // Lines of mountinfo: id parent device root point options [tags ...] - type source super-options
 std::optional<ControllerMount> find_mount(const std::string& mountinfo, const std::string& type,
                                           const std::string& option) {
-  std::istringstream in(mountinfo);
+  auto in = classic_stream<std::istringstream>(mountinfo);
   for (std::string line; std::getline(in, line);) {
     const auto words = words_of(line);
     const auto dash = std::find(words.begin(), words.end(), "-");
@@ -138,7 +139,7 @@ std::optional<ControllerMount> find_mount(const std::string& mountinfo, const st
 
 // Lines of /proc/self/cgroup: number:controllers:path, of version 2 "0::path".
 std::optional<fs::path> group_of_this_process(const std::string& cgroup, const std::string& controller) {
-  std::istringstream in(cgroup);
+  auto in = classic_stream<std::istringstream>(cgroup);
   for (std::string line; std::getline(in, line);) {
     const size_t first = line.find(':');
     const size_t second = line.find(':', first == std::string::npos ? first : first + 1);

@@ -26,6 +26,7 @@
 #include "core/memory/storage_memory.h"
 #include "core/round_up.h"
 #include "core/system_call.h"
+#include "core/text.h"
 #include "offload/host_budget.h"
 
 namespace ds::offload {
@@ -42,7 +43,7 @@ size_t host_page_size() {
 
 // "always [madvise] never": the choice in force is in brackets.
 bool kernel_offers_huge_pages() {
-  std::ifstream in("/sys/kernel/mm/transparent_hugepage/enabled");
+  auto in = classic_stream<std::ifstream>("/sys/kernel/mm/transparent_hugepage/enabled");
   const std::string text{std::istreambuf_iterator<char>(in), {}};
   return text.find("[always]") != std::string::npos || text.find("[madvise]") != std::string::npos;
 }

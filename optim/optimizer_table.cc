@@ -1,8 +1,6 @@
 #include "optim/optimizer_table.h"
 
-#include <algorithm>
-#include <cctype>
-
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/json/json_fields.h"
 
@@ -294,11 +292,6 @@ std::vector<OptimizerDescription> rows_that_compress() {
 
 }  // namespace
 
-bool is_same_type(std::string_view a, std::string_view b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](unsigned char x, unsigned char y) { return std::tolower(x) == std::tolower(y); });
-}
-
 const std::vector<OptimizerDescription>& optimizer_table() {
   static const std::vector<OptimizerDescription> kRows = [] {
     std::vector<OptimizerDescription> rows = rows_of_own_kernels();
@@ -311,7 +304,7 @@ const std::vector<OptimizerDescription>& optimizer_table() {
 
 const OptimizerDescription* find_optimizer(std::string_view name) {
   for (const OptimizerDescription& row : optimizer_table()) {
-    if (is_same_type(row.name, name)) return &row;
+    if (equal_in_any_case(row.name, name)) return &row;
   }
   return nullptr;
 }

@@ -68,9 +68,6 @@ struct OptimizerDescription {
 // Returns all rows, in the order in which messages name them.
 const std::vector<OptimizerDescription>& optimizer_table();
 
-// Compares two spellings of optimizer.type, whose case does not matter.
-bool is_same_type(std::string_view a, std::string_view b);
-
 // Returns the row of this name, whatever its case; null for other names, the empty one among them.
 const OptimizerDescription* find_optimizer(std::string_view name);
 

@@ -5,11 +5,13 @@
 #include <exception>
 #include <sstream>
 
+#include "core/text.h"
+
 namespace ds::optimizers {
 namespace {
 
 torch::serialize::InputArchive read_back(torch::serialize::OutputArchive& archive) {
-  std::stringstream stream;
+  auto stream = classic_stream<std::stringstream>();
   archive.save_to(stream);
   torch::serialize::InputArchive result;
   result.load_from(stream);

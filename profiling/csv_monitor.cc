@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "core/text.h"
 #include "profiling/monitor.h"
 
 namespace ds::profiling {
@@ -46,7 +47,8 @@ class CsvMonitor final : public Monitor {
   File& file_of(const std::string& event) {
     const auto found = files_.find(event);
     if (found != files_.end()) return found->second;
-    File file{.path = (std::filesystem::path(folder_) / file_name(event)).string(), .stream = {}};
+    File file{.path = (std::filesystem::path(folder_) / file_name(event)).string(),
+              .stream = classic_stream<std::ofstream>()};
     file.stream.open(file.path, std::ios::app);
     if (!file.stream) fail_to_write(kCsvSection, file.path);
     // An appending stream stands at the end only after its first write.

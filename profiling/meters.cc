@@ -16,7 +16,7 @@ constexpr std::array<const char*, kPhaseCount> kNames = {"fwd", "bwd", "bwd_inne
 constexpr double kMillisecondsPerSecond = 1e3;
 
 std::string line_of(const std::array<double, kPhaseCount>& seconds, const char* suffix) {
-  std::ostringstream line;
+  auto line = classic_stream<std::ostringstream>();
   line << "time (ms)" << std::fixed << std::setprecision(2);
   for (size_t i = 0; i < kPhaseCount; ++i) {
     line << " | " << kNames[i] << suffix << ": " << seconds[i] * kMillisecondsPerSecond;
@@ -28,10 +28,10 @@ constexpr int64_t kBytesPerKilobyte = 1024;
 
 // "VmHWM:    1234 kB"
 int64_t read_status(const std::string& key) {
-  std::ifstream status("/proc/self/status");
+  auto status = classic_stream<std::ifstream>("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
     if (!line.starts_with(key)) continue;
-    std::istringstream rest(line.substr(key.size()));
+    auto rest = classic_stream<std::istringstream>(line.substr(key.size()));
     int64_t kilobytes = 0;
     if (rest >> kilobytes) return kilobytes * kBytesPerKilobyte;
   }

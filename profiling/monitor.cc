@@ -9,8 +9,10 @@
 #include <system_error>
 
 #include "core/check.h"
+#include "core/files/dangling_link.h"
 #include "core/log.h"
 #include "core/system_call.h"
+#include "core/text.h"
 
 namespace ds::profiling {
 
@@ -33,12 +35,15 @@ void fail_to_write(const char* section, const std::string& path) {
 
 std::string make_monitor_folder(const std::string& output_path, const std::string& job_name, const char* section) {
   const std::filesystem::path folder = std::filesystem::path(output_path) / job_name;
+  const std::string dangling = dangling_link(folder);
+  require<IoError>(dangling.empty(), section, ": cannot write ", folder.native(), ": ", dangling, " (set ", section,
+                   ".output_path to a folder that can be written)");
   std::error_code error;
   if (!folder.empty()) std::filesystem::create_directories(folder, error);
   errno = error.value();
   if (error) fail_to_write(section, folder.string());
   const std::filesystem::path probe = folder / cat(".write_test.", ::getpid());
-  if (!std::ofstream(probe)) fail_to_write(section, folder.string());
+  if (!classic_stream<std::ofstream>(probe)) fail_to_write(section, folder.string());
   std::filesystem::remove(probe, error);
   return folder.string();
 }

@@ -64,7 +64,7 @@ class TensorBoardMonitor final : public Monitor {
   TensorBoardMonitor(const std::string& output_path, const std::string& job_name)
       : path_((std::filesystem::path(make_monitor_folder(output_path, job_name, kTensorboardSection)) / file_name())
                   .string()),
-        file_(path_, std::ios::binary) {
+        file_(classic_stream<std::ofstream>(path_, std::ios::binary)) {
     append(encode_file_version(wall_seconds()));
     flush();
   }

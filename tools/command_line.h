@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "core/shown_text.h"
+#include "core/text.h"
 
 namespace ds::tool {
 
@@ -20,7 +21,7 @@ inline std::optional<int> parse_command_line(CLI::App& app, int argc, const char
     app.parse(argc, argv);
     return std::nullopt;
   } catch (const CLI::ParseError& error) {
-    std::ostringstream text;
+    auto text = classic_stream<std::ostringstream>();
     const int code = app.exit(error, out, text);
     err << shown_message(text.str());
     return code == 0 ? 0 : kUsageError;

@@ -19,6 +19,7 @@
 #include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/json/json_depth.h"
+#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 #include "core/split/tensor_part.h"
 #include "core/text.h"
@@ -122,7 +123,7 @@ std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path,
 
 ordered_json parsed(const std::string& text, const std::string& path) {
   JsonDepth depth;
-  ordered_json json = ordered_json::parse(text, std::ref(depth), /*allow_exceptions=*/false);
+  ordered_json json = parse_json<ordered_json>(text, std::ref(depth), /*allow_exceptions=*/false);
   require<IoError>(!depth.exceeded() && json.is_object(), path,
                    ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
@@ -143,7 +144,7 @@ std::string safetensors_header(std::ifstream& in, const std::string& path) {
 }
 
 void read_file(const fs::path& path, std::vector<NamedShape>& shapes) {
-  std::ifstream in(path, std::ios::binary);
+  auto in = classic_stream<std::ifstream>(path, std::ios::binary);
   require<IoError>(in.good(), path.string(), ": cannot be opened");
   const std::string header = safetensors_header(in, path.string());
   if (!header.empty()) {

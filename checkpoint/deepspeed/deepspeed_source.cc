@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <optional>
 #include <set>
@@ -12,6 +10,7 @@
 #include "checkpoint/deepspeed/saved_checkpoint.h"
 #include "checkpoint/deepspeed/saved_optimizer.h"
 #include "checkpoint/source/training_state.h"
+#include "core/ascii.h"
 #include "core/check.h"
 
 namespace ds::checkpoint {
@@ -46,11 +45,6 @@ const std::set<std::string>& own_keys() {
                                               "ds_config",
                                               "ds_version"};
   return kKeys;
-}
-
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
 }
 
 // The entries of `dict` that are plain JSON.
@@ -143,7 +137,7 @@ optimizers::GroupOptions group_options(const PickleField& group) {
 // The config's optimizer.type in lower case; empty when the program made the optimizer.
 std::string configured_type(const nlohmann::json& config) {
   const auto type = nlohmann::json::json_pointer("/optimizer/type");
-  return config.contains(type) && config[type].is_string() ? lower(config[type].get<std::string>()) : "";
+  return config.contains(type) && config[type].is_string() ? ascii_lower(config[type].get<std::string>()) : "";
 }
 
 // DeepSpeed's own Adam does not say whether weight decay is decoupled; it is unless adam_w_mode is false.

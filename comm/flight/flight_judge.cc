@@ -9,6 +9,7 @@
 #include "comm/flight/flight_watch_state.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/text.h"
 
 namespace ds::comm {
 
@@ -144,9 +145,9 @@ std::string FlightWatch::Judge::write_records(const std::vector<FlightLog>& logs
   for (FlightLog log : logs) {
     talk_.show_board();  // the folder may be slow
     log.dead_after_seconds = state_.dead_after();
-    std::ofstream(flight_file(to, log.header.rank), std::ios::binary) << to_bytes(log);
+    classic_stream<std::ofstream>(flight_file(to, log.header.rank), std::ios::binary) << to_bytes(log);
   }
-  std::ofstream summary(stall_summary(to));
+  auto summary = classic_stream<std::ofstream>(stall_summary(to));
   summary << stall.sentence << "\n\n";
   for (const FlightLog& log : logs) summary << rank_report(log, 5) << "\n";
   if (!summary.flush()) return cat(". The records could not be written to ", to);

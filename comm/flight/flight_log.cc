@@ -9,7 +9,9 @@
 #include <type_traits>
 
 #include "core/check.h"
+#include "core/json/parse_json.h"
 #include "core/system_call.h"
+#include "core/text.h"
 
 namespace ds::comm {
 namespace {
@@ -117,7 +119,7 @@ FlightLog unpacked(ByteReader& reader, const std::string& source) {
   for (uint32_t e = 0; e < entries; ++e) reader.next_entry(log.entries);
   keep_whole_entries(log);
   try {
-    const auto found = nlohmann::json::parse(reader.rest());
+    const auto found = parse_json<nlohmann::json>(reader.rest());
     for (const auto& frame : found.at("stack")) log.stack.push_back(frame);
     log.silent_seconds = found.at("silent_seconds");
     log.dead_after_seconds = found.at("dead_after_seconds");
@@ -184,7 +186,7 @@ FlightLog log_from_bytes(const std::string& bytes, const std::string& source) {
 }
 
 FlightLog read_flight_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  auto file = classic_stream<std::ifstream>(path, std::ios::binary);
   require_system<IoError>(file.is_open(), path, ": cannot be read");
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
   return log_from_bytes(bytes, path);

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "core/without_stack.h"
 
 namespace ds::comm {
@@ -20,7 +21,7 @@ std::vector<std::shared_ptr<gloo::transport::Device>> open_devices(const GlooOpt
                                     : ProcessGroupGloo::createDeviceForHostname(options.address, options.lazy)};
   }
   std::vector<std::shared_ptr<gloo::transport::Device>> devices;
-  std::istringstream list(interfaces);
+  auto list = classic_stream<std::istringstream>(interfaces);
   for (std::string name; std::getline(list, name, ',');) {
     devices.push_back(ProcessGroupGloo::createDeviceForInterface(name, options.lazy));
   }

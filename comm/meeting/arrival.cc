@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
+#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 
 namespace ds::comm {
@@ -45,7 +46,7 @@ std::string arrival_text(const RankPlace& place, int rank, int world_size, const
 
 RankPlace read_arrival(const std::string& text, int rank, int world_size, const std::optional<JobSecret>& secret) {
   JsonDepth depth;
-  json value = json::parse(text, std::ref(depth), /*allow_exceptions=*/false);
+  json value = parse_json<json>(text, std::ref(depth), /*allow_exceptions=*/false);
   require<CommError>(!depth.exceeded() && value.is_object(), "rendezvous: expected a rank's place at that of rank ",
                      rank, " in the store, found \"", shown_text(text), "\"");
   if (secret) check_proof(value, rank, *secret);

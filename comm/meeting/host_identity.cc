@@ -26,7 +26,7 @@ std::string link_identity(const char* path) {
 
 std::string shared_memory_domain() {
   std::string boot = host_name();
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  auto file = classic_stream<std::ifstream>("/proc/sys/kernel/random/boot_id");
   file >> boot;
   return cat(boot, "/", link_identity("/dev/shm"), "/", link_identity("/proc/self/ns/pid"));
 }

@@ -12,11 +12,11 @@ namespace {
 
 // The fields of /proc/PID/stat from the third on; nothing: there is no such process.
 std::optional<std::istringstream> fields_after_name(int64_t process) {
-  std::ifstream file(cat("/proc/", process, "/stat"));
+  auto file = classic_stream<std::ifstream>(cat("/proc/", process, "/stat"));
   std::string line;
   if (!std::getline(file, line)) return std::nullopt;
   const size_t name_end = line.rfind(')');  // the program's name may hold spaces
-  return std::istringstream(name_end == std::string::npos ? "" : line.substr(name_end + 1));
+  return classic_stream<std::istringstream>(name_end == std::string::npos ? "" : line.substr(name_end + 1));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "comm/meeting/environment_reader.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "core/text_hash.h"
 
 namespace ds::comm {
@@ -156,7 +157,7 @@ std::optional<StartedPlace> by_hydra(const EnvironmentReader& environment) {
 // "batch5 1 a01 42 a02 42" -> a01, "a01 42 a02 42" -> a01: a first host of one slot is that of the job's script, where
 // no rank runs, if there are others.
 std::string first_lsf_host(const EnvironmentReader& environment) {
-  std::istringstream words(environment("LSB_MCPU_HOSTS").value_or(""));
+  auto words = classic_stream<std::istringstream>(environment("LSB_MCPU_HOSTS").value_or(""));
   std::string first, first_slots, second;
   words >> first >> first_slots >> second;
   return first_slots == "1" && !second.empty() ? second : first;

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 #include "core/text.h"
 
@@ -62,7 +63,7 @@ std::string take_stranger(c10d::Store& outside) {
   const std::string text = text_of_key(outside, kWithout).value_or("");
   outside.deleteKey(kWithout);
   constexpr size_t kLongest = 10000;  // whoever wrote it need not be one of our ranks
-  const auto arrival = text.size() > kLongest ? nlohmann::json() : nlohmann::json::parse(text, nullptr, false);
+  const auto arrival = text.size() > kLongest ? nlohmann::json() : parse_json<nlohmann::json>(text, nullptr, false);
   if (!arrival.is_object()) return "an unknown address";
   const auto pid = arrival.value("pid", nlohmann::json());
   return cat(text_at(arrival, "address"), " (", text_at(arrival, "host"), ", pid ",

@@ -14,6 +14,7 @@
 #include "comm/queued_work.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/text.h"
 #include "core/text_hash.h"
 #include "core/without_stack.h"
 
@@ -29,7 +30,7 @@ void require_cpu(const Collective& collective, const at::Tensor& tensor) {
 
 std::string new_region_name() {
   std::random_device random;
-  std::ostringstream name;
+  auto name = classic_stream<std::ostringstream>();
   name << "/dsengine-" << getpid() << '-' << std::hex << random() << random();
   return std::move(name).str();
 }
@@ -178,7 +179,7 @@ std::string announcement(const SharedMemoryGroup& group, const std::string& key,
 std::string announced_region(const SharedMemoryGroup& group, const std::string& key, const std::string& label) {
   const std::string text = announcement(group, key, label);
   require<CommError>(!text.starts_with("failed: "), label, " as rank ", group.rank, ": rank 0 ", text);
-  std::istringstream words(text);
+  auto words = classic_stream<std::istringstream>(text);
   std::string region_name, domain, host;
   words >> region_name >> domain >> host;
   require<CommError>(domain == shared_memory_domain(), label, " as rank ", group.rank, ": rank 0 (on ", host,

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <string_view>
 
+#include "core/ascii.h"
 #include "core/json/json_convert.h"
 #include "core/name_pattern.h"
 #include "core/text.h"
@@ -69,9 +69,8 @@ void read_type(PartitionObject& object, PartitionType& out) {
   if (value == nullptr) return;
   std::string text;
   if (convert(*value, text)) {
-    std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
     for (const PartitionType type : kPartitionTypes) {
-      if (text != name_of(type)) continue;
+      if (!equal_in_any_case(text, name_of(type))) continue;
       out = type;
       return;
     }

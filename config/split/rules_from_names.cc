@@ -1,13 +1,10 @@
 #include "config/split/rules_from_names.h"
 
-#include <cctype>
-
+#include "core/ascii.h"
 #include "core/name_pattern.h"
 
 namespace ds::engine {
 namespace {
-
-bool is_digit(char letter) { return std::isdigit(static_cast<unsigned char>(letter)) != 0; }
 
 // `name`, with `number` in place of each number by itself (w1 and w2 are two layers) and `letter` of each other letter.
 template <class Letter>
@@ -15,9 +12,9 @@ std::string with_numbers_as(const std::string& number, const std::string& name, 
   std::string result;
   bool by_itself = false;
   for (size_t i = 0; i < name.size(); ++i) {
-    const bool begins = i == 0 || !is_digit(name[i - 1]);
+    const bool begins = i == 0 || !is_ascii_digit(name[i - 1]);
     if (begins) by_itself = i == 0 || name[i - 1] == '.' || name[i - 1] == '_';
-    if (!is_digit(name[i]) || !by_itself) {
+    if (!is_ascii_digit(name[i]) || !by_itself) {
       result += letter(name[i]);
     } else if (begins) {
       result += number;

@@ -1,7 +1,6 @@
 #include "config/split/split_rules.h"
 
 #include <algorithm>
-#include <cctype>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -11,6 +10,7 @@
 #include "config/split/logical_cut.h"
 #include "config/split/partition_config.h"
 #include "config/split/rules_from_names.h"
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "core/json/json_problems.h"
@@ -50,11 +50,6 @@ struct CompiledStyle {
   Style style = Style::kColumn;
   bool matched = false;
 };
-
-std::string lower_case(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
-}
 
 class Splitter {
  public:
@@ -125,7 +120,7 @@ void Splitter::compile_specs() {
     if (!spec.model_types.empty()) {
       // A module in C++ has no model_type; the preset's name is one.
       const std::string type = section_.preset_model.value_or("");
-      const auto is_type = [&](const std::string& other) { return lower_case(other) == type; };
+      const auto is_type = [&](const std::string& other) { return ascii_lower(other) == type; };
       if (std::none_of(spec.model_types.begin(), spec.model_types.end(), is_type)) {
         result_.warnings.push_back(cat(path, ".model_types: does not have ",
                                        type.empty() ? "a preset_model to be compared with" : type,

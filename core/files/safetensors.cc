@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/json/json_depth.h"
+#include "core/json/parse_json.h"
 #include "core/tensor_check.h"
 
 namespace ds {
@@ -148,7 +149,7 @@ void SafetensorsFile::parse_header(const std::string& header) {
   DuplicateKeys duplicates;
   json parsed;
   try {
-    parsed = json::parse(header, std::ref(duplicates));
+    parsed = parse_json<json>(header, std::ref(duplicates));
   } catch (const json::exception& error) {
     throw IoError(cat(path_, ": the header is not JSON: ", error.what()));
   }

@@ -10,6 +10,9 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json/json_types.h"
+#include "core/json/parse_json.h"
+#include "core/number_text.h"
 #include "core/shown_text.h"
 
 namespace ds {
@@ -53,12 +56,12 @@ std::optional<nlohmann::ordered_json> parse_number(std::string_view text) {
   if (!std::regex_match(text.begin(), text.end(), match, kPattern)) return std::nullopt;
   const std::string digits(text);
   if (!match[2].matched && !match[3].matched) {
-    const auto value = nlohmann::ordered_json::parse(digits, nullptr, false);
+    const auto value = parse_json<nlohmann::ordered_json>(digits, nullptr, false);
     const bool fits = value.is_number_integer() && !(value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX);
     if (fits) return nlohmann::ordered_json(value.get<int64_t>());
-    return nlohmann::ordered_json(std::strtod(digits.c_str(), nullptr));
+    return nlohmann::ordered_json(nearest_double(digits));
   }
-  const double value = std::strtod(digits.c_str(), nullptr);
+  const double value = nearest_double(digits);
   if (std::abs(value) < kWholeNumberLimit && std::trunc(value) == value) {
     return nlohmann::ordered_json(static_cast<int64_t>(value));
   }
@@ -68,6 +71,7 @@ std::optional<nlohmann::ordered_json> parse_number(std::string_view text) {
 }  // namespace
 
 std::string HjsonScalars::read_key() {
+  refuse_typographic_quote();
   if (text_.peek() == '"' || text_.peek() == '\'') return read_quoted();
   const size_t begin = text_.position();
   while (text_.peek() != ':') {
@@ -173,9 +177,20 @@ std::string HjsonScalars::read_multiline() {
   return out;
 }
 
-// The names that Python writes in place of JSON.
+// Word processors and chats put these in place of " and '. What begins with one would be a key or a text with the marks
+// in it, which no setting has.
+void HjsonScalars::refuse_typographic_quote() const {
+  static constexpr std::array kQuotes = {"\u201C", "\u201D", "\u201E", "\u2018",
+                                         "\u2019", "\u201A", "\u00AB", "\u00BB"};
+  if (std::any_of(kQuotes.begin(), kQuotes.end(), [&](const char* quote) { return text_.starts_with(quote); })) {
+    text_.fail(text_.position(), cat("expected a plain quotation mark (\"), found ", text_.found(),
+                                     ", a typographic one; write \" on both sides"));
+  }
+}
+
+// The names that Python writes in place of JSON. Infinity is let through as a text, for keys that take it as "never".
 void HjsonScalars::refuse_no_json(size_t begin, std::string_view word) const {
-  static constexpr std::array kNumbers = {"NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"};
+  static constexpr std::array kNumbers = {"NaN", "nan", "-Infinity", "inf", "-inf"};
   if (std::find(kNumbers.begin(), kNumbers.end(), word) != kNumbers.end()) {
     text_.fail(begin, cat("expected a value of JSON, found ", word,
                           "; write a finite number, or put it into quotes where a text is meant"));
@@ -208,6 +223,7 @@ std::string HjsonScalars::swallowed() const {
 }
 
 nlohmann::ordered_json HjsonScalars::read_quoteless() {
+  refuse_typographic_quote();
   const size_t begin = text_.position();
   if (text_.at_end() || is_punctuator(text_.peek())) text_.fail(begin, cat("expected a value, found ", text_.found()));
   while (true) {
@@ -217,6 +233,7 @@ nlohmann::ordered_json HjsonScalars::read_quoteless() {
       const std::string_view word = trim_space(text_.since(begin));
       if (word == "null") return nullptr;
       if (word == "true" || word == "false") return word == "true";
+      if (word == kJsonInfinity) return std::string(word);
       refuse_no_json(begin, word);
       if (const auto number = parse_number(word)) {
         if (number->is_number_float() && !std::isfinite(number->get<double>()))

@@ -36,6 +36,7 @@ class HjsonScalars {
   void append_escape(std::string& out);
   uint32_t read_hex4(size_t escape);
   void skip_indent(size_t columns);
+  void refuse_typographic_quote() const;
   void refuse_no_json(size_t begin, std::string_view word) const;
   void refuse_missing_comma(size_t begin, std::string_view word) const;
 

@@ -8,14 +8,9 @@
 #include "core/utf8.h"
 
 namespace ds {
-namespace {
 
-constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
-
-}  // namespace
-
-HjsonText::HjsonText(std::string_view text, std::string name) : text_(text), name_(std::move(name)) {
-  if (text_.starts_with(kByteOrderMark)) text_.remove_prefix(kByteOrderMark.size());
+HjsonText::HjsonText(std::string_view text, std::string name)
+    : text_(without_byte_order_mark(text)), name_(std::move(name)) {
   line_starts_.push_back(0);
   for (size_t i = 0; i < text_.size(); ++i) {
     if (text_[i] == '\n') line_starts_.push_back(i + 1);

@@ -1,11 +1,11 @@
 #include "core/json/json_convert.h"
 
 #include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <string_view>
 
+#include "core/ascii.h"
 #include "core/shown_text.h"
 #include "core/text.h"
 
@@ -18,8 +18,8 @@ constexpr double kInt64Limit = 9223372036854775808.0;  // 2^63
 constexpr size_t kShownCharacters = 80;
 
 std::string_view digits_of(std::string_view text) {
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front())) != 0) text.remove_prefix(1);
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())) != 0) text.remove_suffix(1);
+  while (!text.empty() && is_ascii_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_ascii_space(text.back())) text.remove_suffix(1);
   if (text.starts_with('+')) text.remove_prefix(1);
   return text;
 }
@@ -48,8 +48,7 @@ bool convert(const ordered_json& value, bool& out) {
     return true;
   }
   if (!value.is_string()) return false;
-  std::string word = value.get<std::string>();
-  std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
+  const std::string word = ascii_lower(value.get<std::string>());
   static const std::array<std::string_view, 6> kTrue = {"true", "yes", "on", "t", "y", "1"};
   static const std::array<std::string_view, 6> kFalse = {"false", "no", "off", "f", "n", "0"};
   const bool is_true = std::find(kTrue.begin(), kTrue.end(), word) != kTrue.end();

@@ -16,6 +16,8 @@ namespace ds {
 
 // The value in a document that leaves a field to the program, or to its default.
 inline constexpr const char* kJsonAuto = "auto";
+// What Python writes for an infinite number. JSON has none: it is read as this text.
+inline constexpr const char* kJsonInfinity = "Infinity";
 
 // The name of a field, and another one that is accepted in its place.
 struct JsonKey {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/agreement.h"
+#include "core/json/parse_json.h"
 #include "core/text.h"
 #include "zero/square_sum.h"
 
@@ -176,7 +177,7 @@ std::string to_text(const NonFiniteFacts& facts) {
 }
 
 NonFiniteFacts non_finite_facts(const std::string& text) {
-  const json read = json::parse(text);
+  const json read = parse_json<json>(text);
   NonFiniteFacts facts;
   const auto number = [](const json& list, size_t i) { return list.at(i).get<int64_t>(); };
   const auto word = [](const json& list, size_t i) { return list.at(i).get<std::string>(); };

@@ -1,3 +1,4 @@
+#include "core/text.h"
 #include "dsengine/launch.h"
 
 #include <fcntl.h>
@@ -109,7 +110,7 @@ struct Child {
 };
 
 std::vector<std::string> own_arguments() {
-  std::ifstream in("/proc/self/cmdline", std::ios::binary);
+  auto in = classic_stream<std::ifstream>("/proc/self/cmdline", std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
   std::vector<std::string> words;
   for (size_t begin = 0; begin < text.size();) {

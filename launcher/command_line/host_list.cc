@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "core/system_call.h"
+#include "core/text.h"
+#include "core/utf8.h"
 
 namespace ds::launcher {
 namespace {
@@ -42,6 +44,8 @@ std::vector<int> first_slots(int count) {
 
 // A name that starts with a dash would be a flag of ssh.
 void require_host_name(const std::string& name, const std::string& where) {
+  require<ConfigError>(name.find_first_of("\"'") == std::string::npos, where, ": expected the name of a host without ",
+                       "quotes, found ", name, "; remove them");
   require<ConfigError>(!name.empty() && !name.starts_with('-') && name.find('=') == std::string::npos, where,
                        ": expected the name of a host, found '", name, "'");
 }
@@ -119,7 +123,7 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& file)
   std::vector<Host> hosts;
   std::vector<int> lines;
   int line_number = 0;
-  for (const std::string& line : split(text, "\n", true)) {
+  for (const std::string& line : split(without_byte_order_mark(text), "\n", true)) {
     ++line_number;
     const std::vector<std::string> words = split(line.substr(0, line.find('#')), " \t\r", false);
     if (words.empty()) continue;
@@ -170,7 +174,7 @@ std::vector<Host> limit_ranks(std::vector<Host> hosts, int ranks, const std::str
 }
 
 std::vector<Host> read_hostfile(const std::string& file) {
-  std::ifstream in(file, std::ios::binary);
+  auto in = classic_stream<std::ifstream>(file, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
   require_system<IoError>(in.good(), "--hostfile ", file, " cannot be read");
   return parse_hostfile(text, file);

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 
 namespace ds::launcher {
 namespace {
@@ -24,7 +25,7 @@ struct Gpu {
 
 // The value of "GPU UUID: 		 GPU-8932f937-...", in a file with such lines.
 std::string value_in(const std::filesystem::path& information, std::string_view key) {
-  std::ifstream file(information);
+  auto file = classic_stream<std::ifstream>(information);
   for (std::string line; std::getline(file, line);) {
     if (!line.starts_with(key)) continue;
     const size_t begin = line.find_first_not_of(" \t", key.size());
@@ -68,7 +69,7 @@ const Gpu* find(const std::vector<Gpu>& gpus, bool numbered, const std::string& 
 
 std::optional<int> node_of(const std::filesystem::path& device) {
   int node = -1;  // what the kernel says of a machine that does not tell
-  std::ifstream file(device / "numa_node");
+  auto file = classic_stream<std::ifstream>(device / "numa_node");
   return file >> node && node >= 0 ? std::optional(node) : std::nullopt;
 }
 

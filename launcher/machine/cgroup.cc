@@ -4,6 +4,8 @@
 #include <fstream>
 #include <iterator>
 
+#include "core/text.h"
+
 namespace ds::launcher {
 namespace {
 
@@ -36,7 +38,7 @@ std::string cgroup_path(std::string_view proc_cgroup, std::string_view controlle
 
 std::filesystem::path find_cgroup_file(const std::filesystem::path& root, std::string_view controller,
                                        std::string_view name) {
-  std::ifstream file(root / "proc/self/cgroup");
+  auto file = classic_stream<std::ifstream>(root / "proc/self/cgroup");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const std::string group = cgroup_path(text, controller);
   const std::string below = group.empty() ? "" : group.substr(1);

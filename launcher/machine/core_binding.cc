@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "core/text.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/cgroup.h"
 
@@ -46,7 +47,7 @@ std::vector<int> cpu_numbers(const std::vector<Core>& cores) {
 }
 
 int read_int(const std::filesystem::path& path, int otherwise) {
-  std::ifstream file(path);
+  auto file = classic_stream<std::ifstream>(path);
   int value = otherwise;
   return file >> value ? value : otherwise;
 }
@@ -58,7 +59,7 @@ std::map<int, int> read_nodes(const std::filesystem::path& system) {
   for (const auto& entry : std::filesystem::directory_iterator(system / "node", ignored)) {
     const std::string name = entry.path().filename();
     if (!name.starts_with("node") || name.find_first_not_of("0123456789", 4) != std::string::npos) continue;
-    std::ifstream file(entry.path() / "cpulist");
+    auto file = classic_stream<std::ifstream>(entry.path() / "cpulist");
     std::string list;
     if (!(file >> list)) continue;  // a node with memory and no CPU
     for (int cpu : parse_core_list(list)) node_of[cpu] = std::stoi(name.substr(4));
@@ -135,11 +136,11 @@ std::vector<Core> allowed_cores(const std::filesystem::path& system) {
 
 int cpu_quota(const std::filesystem::path& root) {
   double quota = 0, period = 0;
-  if (std::ifstream file(find_cgroup_file(root, "", "cpu.max")); file >> quota >> period) {
+  if (auto file = classic_stream<std::ifstream>(find_cgroup_file(root, "", "cpu.max")); file >> quota >> period) {
     return quota > 0 && period > 0 ? std::max(1, static_cast<int>(std::ceil(quota / period))) : 0;
   }
-  std::ifstream quota_file(find_cgroup_file(root, "cpu", "cpu.cfs_quota_us"));
-  std::ifstream period_file(find_cgroup_file(root, "cpu", "cpu.cfs_period_us"));
+  auto quota_file = classic_stream<std::ifstream>(find_cgroup_file(root, "cpu", "cpu.cfs_quota_us"));
+  auto period_file = classic_stream<std::ifstream>(find_cgroup_file(root, "cpu", "cpu.cfs_period_us"));
   if (quota_file >> quota && period_file >> period && quota > 0 && period > 0) {
     return std::max(1, static_cast<int>(std::ceil(quota / period)));
   }

@@ -1,7 +1,6 @@
 #include "launcher/machine/oom_watch.h"
 
 #include <charconv>
-#include <cstdio>
 #include <fstream>
 #include <iterator>
 
@@ -14,12 +13,12 @@ namespace {
 constexpr int64_t kUnlimited = int64_t{1} << 60;  // version 1 writes a number near 2^63 for "no limit"
 
 std::string read_text(const std::filesystem::path& path) {
-  std::ifstream file(path);
+  auto file = classic_stream<std::ifstream>(path);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
 std::optional<int64_t> read_limit(const std::filesystem::path& path) {
-  std::ifstream file(path);
+  auto file = classic_stream<std::ifstream>(path);
   int64_t limit = 0;
   if (!(file >> limit) || limit >= kUnlimited) return std::nullopt;  // version 2 writes "max" for "no limit"
   return limit;
@@ -69,14 +68,8 @@ std::string oom_verdict(const OomCounters& before, const OomCounters& after) {
 }
 
 std::string bytes_text(int64_t bytes) {
-  constexpr double kMiB = 1024.0 * 1024.0;
-  char text[32];
-  if (static_cast<double>(bytes) < 1024 * kMiB) {
-    std::snprintf(text, sizeof(text), "%.0f MiB", static_cast<double>(bytes) / kMiB);
-  } else {
-    std::snprintf(text, sizeof(text), "%.1f GiB", static_cast<double>(bytes) / (1024 * kMiB));
-  }
-  return text;
+  const double mib = static_cast<double>(bytes) / (1024.0 * 1024.0);
+  return mib < 1024 ? fixed(mib, 0) + " MiB" : fixed(mib / 1024, 1) + " GiB";
 }
 
 }  // namespace ds::launcher

@@ -18,6 +18,7 @@
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "core/text.h"
 #include "core/unique_fd.h"
 #include "launcher/program/rank_environment.h"
 
@@ -139,7 +140,7 @@ void require_own_address(const std::string& address) {
 }
 
 std::string outward_address(const std::vector<std::string>& environment) {
-  std::istringstream connection(environment_value(environment, "SSH_CONNECTION").value_or(""));
+  auto connection = classic_stream<std::istringstream>(environment_value(environment, "SSH_CONNECTION").value_or(""));
   std::string client, client_port, server;
   if (connection >> client >> client_port >> server && !is_loopback(server)) return server;
   ifaddrs* all = nullptr;

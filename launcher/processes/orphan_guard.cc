@@ -20,6 +20,7 @@
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "core/text.h"
 #include "launcher/processes/pipe.h"
 #include "launcher/program/rank_environment.h"
 
@@ -31,7 +32,7 @@ constexpr pid_t kFarewell = 0;
 constexpr double kKillPatienceSeconds = 5;  // a process in an uninterruptible system call ends when that returns
 
 std::string read_proc(pid_t pid, const char* name) {
-  std::ifstream file(cat("/proc/", pid, "/", name), std::ios::binary);
+  auto file = classic_stream<std::ifstream>(cat("/proc/", pid, "/", name), std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
@@ -148,7 +149,8 @@ void OrphanGuard::forget(pid_t group) { tell(-group); }
 std::vector<pid_t> OrphanGuard::children() const {
   std::vector<pid_t> found;
   const pid_t self = getpid();
-  if (std::ifstream file(cat("/proc/self/task/", self, "/children")); file) {  // kernels built with PROC_CHILDREN
+  // The file is there in kernels that are built with PROC_CHILDREN.
+  if (auto file = classic_stream<std::ifstream>(cat("/proc/self/task/", self, "/children")); file) {
     for (pid_t pid; file >> pid;) found.push_back(pid);
     std::erase_if(found, [&](pid_t pid) { return parent_of(pid) != self; });  // zombies
   } else {

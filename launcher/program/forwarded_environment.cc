@@ -5,8 +5,11 @@
 #include <fstream>
 #include <iterator>
 
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/restart_request.h"
+#include "core/text.h"
+#include "core/utf8.h"
 #include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
@@ -23,9 +26,19 @@ constexpr std::array<std::string_view, 4> kNever = {kLaunchIdVariable, "DS_ENV_F
 
 std::string_view name_of(std::string_view entry) { return entry.substr(0, entry.find('=')); }
 
+// NAME="value" and NAME='value' without the quotes, as a shell reads them. Quotes inside of a value are parts of it.
+std::string without_quotes(std::string_view entry) {
+  const std::string_view value = entry.substr(entry.find('=') + 1);
+  const bool quoted = value.size() >= 2 && value.front() == value.back() && (value[0] == '"' || value[0] == '\'') &&
+                      value.find(value[0], 1) == value.size() - 1;
+  std::string result(entry.substr(0, entry.size() - value.size()));
+  return result.append(quoted ? value.substr(1, value.size() - 2) : value);
+}
+
 bool is_name(std::string_view text) {
-  return !text.empty() && (text[0] < '0' || text[0] > '9') &&
-         std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) != 0 || c == '_'; });
+  return !text.empty() && !is_ascii_digit(text[0]) && std::all_of(text.begin(), text.end(), [](char c) {
+    return is_ascii_letter(c) || is_ascii_digit(c) || c == '_';
+  });
 }
 
 }  // namespace
@@ -37,6 +50,7 @@ bool is_forwarded(std::string_view name) {
 }
 
 std::vector<std::string> parse_environment_file(std::string_view text, const std::string& file) {
+  text = without_byte_order_mark(text);
   std::vector<std::string> entries;
   int number = 0;
   for (size_t begin = 0; begin < text.size();) {
@@ -48,7 +62,7 @@ std::vector<std::string> parse_environment_file(std::string_view text, const std
     if (line.find_first_not_of(" \t") == std::string_view::npos || line.starts_with('#')) continue;
     require<ConfigError>(line.find('=') != std::string_view::npos && is_name(name_of(line)), file, ", line ", number,
                          ": expected NAME=value, found '", line, "'");
-    entries.emplace_back(line);
+    entries.push_back(without_quotes(line));
   }
   return entries;
 }
@@ -65,7 +79,7 @@ std::vector<std::string> forwarded_environment(const std::vector<std::string>& e
   std::vector<std::filesystem::path> files = {home / name, here / name};  // an absolute name stands for itself
   if (files[0].lexically_normal() == files[1].lexically_normal()) files.pop_back();
   for (const std::filesystem::path& file : files) {
-    std::ifstream in(file, std::ios::binary);
+    auto in = classic_stream<std::ifstream>(file, std::ios::binary);
     if (!in.is_open()) continue;
     found = true;
     const std::string text{std::istreambuf_iterator<char>(in), {}};

@@ -13,6 +13,7 @@
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "core/text.h"
 #include "core/unique_fd.h"
 
 namespace ds::launcher {
@@ -33,7 +34,7 @@ std::string file_hash(const std::string& path) {
     XXH3_128bits_update(state.get(), buffer.data(), static_cast<size_t>(got));
   }
   const XXH128_hash_t hash = XXH3_128bits_digest(state.get());
-  std::ostringstream text;
+  auto text = classic_stream<std::ostringstream>();
   text << std::hex << std::setfill('0') << std::setw(16) << hash.high64 << std::setw(16) << hash.low64;
   return std::move(text).str();
 }

@@ -9,10 +9,15 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/format.h"
+#include "checkpoint/index.h"
+#include "checkpoint/stored_file.h"
 #include "checkpoint/tag_folder.h"
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/files/dangling_link.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/host_folders.h"
@@ -52,6 +57,28 @@ Outcome on_all_ranks(const Ranks& ranks, std::exception_ptr& failure, const Acti
   throw IoError(cat("load_checkpoint: ", path, ": another rank could not load it, its message says why"));
 }
 
+// Whether a path is what save_checkpoint() of dsengine or of DeepSpeed makes for a tag.
+bool is_tag(const std::string& path) {
+  if (checkpoint::format_of(path) == checkpoint::Format::kDeepSpeed) return true;
+  try {
+    const std::string index = checkpoint::tag_path(path, checkpoint::kIndexName);
+    checkpoint::index_from(checkpoint::read_text(index), index);
+    return true;
+  } catch (const IoError&) {
+    return false;
+  }
+}
+
+// Rank 0, for a folder without checkpoints, which is what the first start of a job finds. Throws where it is a mistake.
+void require_first_start(const std::string& load_dir) {
+  const std::string dangling = dangling_link(load_dir);
+  require<IoError>(dangling.empty(), "load_checkpoint: ", load_dir, ": ", dangling);
+  if (!is_tag(load_dir)) return;
+  const std::filesystem::path tag = std::filesystem::canonical(load_dir);
+  throw UsageError(cat("load_checkpoint: ", load_dir, " is a checkpoint itself, expected the folder above it; pass ",
+                       "load_dir ", tag.parent_path(), " and tag ", tag.filename()));
+}
+
 // Rank 0: tags to try, the preferred one first.
 std::vector<std::string> tags_to_try(const std::string& load_dir, const std::string& tag) {
   checkpoint::put_back_replaced(load_dir);
@@ -69,12 +96,13 @@ std::vector<std::string> tags_to_try(const std::string& load_dir, const std::str
   for (const checkpoint::TagInfo& whole : checkpoint::whole_tags(load_dir)) {
     if (whole.tag != latest) tags.push_back(whole.tag);
   }
+  if (tags.empty()) require_first_start(load_dir);
   return tags;
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
-  std::istringstream in(text);
+  auto in = classic_stream<std::istringstream>(text);
   for (std::string line; std::getline(in, line);) lines.push_back(line);
   return lines;
 }
@@ -156,9 +184,7 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, M
   const HostFolders folders =
       run.config.checkpoint.use_node_local_storage ? host_folders(model.ranks) : one_folder(model.ranks);
   const std::string folder = text_of_leader(request.load_dir, folders, model.ranks);
-  require(!folder.empty(),
-          "load_checkpoint: expected a folder of checkpoints, found an empty name; pass \".\" for the ",
-          "working folder");
+  checkpoint::require_folder_name(folder, "load_checkpoint");
   const std::vector<std::string> tags = shared_tags(model.ranks, folders, folder, request.tag);
   if (tags.empty()) {
     if (first) {

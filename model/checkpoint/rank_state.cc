@@ -20,6 +20,8 @@
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/log.h"
+#include "core/text.h"
 #include "dsengine/optimizer.h"
 
 namespace ds::engine {
@@ -43,7 +45,7 @@ void set_generator_state(at::Generator generator, const at::Tensor& state) {
 at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
-  std::ostringstream stream;
+  auto stream = classic_stream<std::ostringstream>();
   archive.save_to(stream);
   const std::string text = stream.str();
   const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
@@ -53,11 +55,20 @@ at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
 
 // In place of all that the optimizer has.
 void take_serialized(const ModelState& model, const at::Tensor& bytes) {
-  std::istringstream stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
+  auto stream =
+      classic_stream<std::istringstream>(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   torch::serialize::InputArchive archive;
   archive.load_from(stream, model.ranks.device);
-  model.optimizer.client->state().clear();
-  model.optimizer.client->load(archive);
+  torch::optim::Optimizer& client = *model.optimizer.client;
+  const std::vector<double> before = learning_rates(client);
+  client.state().clear();
+  client.load(archive);
+  const std::vector<double> after = learning_rates(client);
+  for (size_t i = 0; model.ranks.world->rank() == 0 && i < std::min(before.size(), after.size()); ++i) {
+    if (before[i] == after[i]) continue;
+    log::info("load_checkpoint: parameter group ", i, " has from the checkpoint, not from here: lr ", after[i],
+              " (not ", before[i], ")");
+  }
 }
 
 // Bit patterns of checksums of the buffers' contents.

@@ -25,6 +25,32 @@ std::string precision_of(const ModelState& model) {
   }
 }
 
+// Says which options of a group the checkpoint has otherwise than the config, or the program. What a schedule sets is
+// left out where there is one.
+void tell_changes(size_t group, const optimizers::GroupOptions& saved, const optimizers::GroupOptions& own,
+                  bool follows_schedule) {
+  struct Option {
+    const char* name;
+    double optimizers::GroupOptions::*value;
+    bool scheduled = false;
+  };
+  static constexpr Option kOptions[] = {{"lr", &optimizers::GroupOptions::lr, true},
+                                        {"weight_decay", &optimizers::GroupOptions::weight_decay},
+                                        {"beta1", &optimizers::GroupOptions::beta1, true},
+                                        {"beta2", &optimizers::GroupOptions::beta2},
+                                        {"momentum", &optimizers::GroupOptions::momentum, true},
+                                        {"eps", &optimizers::GroupOptions::eps}};
+  std::string changes;
+  for (const Option& option : kOptions) {
+    if ((option.scheduled && follows_schedule) || saved.*option.value == own.*option.value) continue;
+    changes +=
+        cat(changes.empty() ? "" : ", ", option.name, " ", saved.*option.value, " (not ", own.*option.value, ")");
+  }
+  if (changes.empty()) return;
+  log::info("load_checkpoint: parameter group ", group, " has from the checkpoint, not from here: ", changes,
+            "; change them after load_checkpoint(), if that is meant");
+}
+
 void take_groups(const ModelState& model, const checkpoint::OptimizerState& saved, bool follows_schedule) {
   model.optimizer.own->set_step_count(saved.step_count);
   const std::vector<optimizers::GroupOptions> groups = model.optimizer.group_options();
@@ -36,12 +62,7 @@ void take_groups(const ModelState& model, const checkpoint::OptimizerState& save
     }
     return;
   }
-  for (size_t i = 0; i < groups.size(); ++i) {
-    if (says && !follows_schedule && saved.groups[i].lr != groups[i].lr) {
-      log::info("load_checkpoint: parameter group ", i, ": lr ", saved.groups[i].lr, " from the checkpoint, in place ",
-                "of ", groups[i].lr);
-    }
-  }
+  for (size_t i = 0; says && i < groups.size(); ++i) tell_changes(i, saved.groups[i], groups[i], follows_schedule);
   model.optimizer.set_group_options(saved.groups);
 }
 

@@ -15,6 +15,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
+#include "core/json/parse_json.h"
 #include "core/log.h"
 #include "core/tensor_check.h"
 #include "model/checkpoint/checkpoint_pieces.h"
@@ -53,7 +54,7 @@ void check_tags(const Ranks& ranks, config::TagValidation validation, const std:
 void require_json(const checkpoint::TrainingState& training) {
   try {
     const nlohmann::json whole = checkpoint::to_json(training);
-    require(nlohmann::json::parse(whole.dump()) == whole, "save_checkpoint: client_state or the ds_config ",
+    require(parse_json<nlohmann::json>(whole.dump()) == whole, "save_checkpoint: client_state or the ds_config ",
             "does not come back from JSON as it is: it has an infinite number or one that is none (NaN)");
   } catch (const nlohmann::json::exception& error) {
     throw UsageError(cat("save_checkpoint: client_state or the ds_config is no JSON text: ", error.what()));
@@ -131,8 +132,7 @@ class Saving {
     std::string tag = request.tag.empty() ? cat("global_step", run_.progress.global_steps) : request.tag;
     check_tags(ranks, run_.config.checkpoint.tag_validation, tag);
     tag = comm::text_of_first_rank(tag, ranks.device, *ranks.world);
-    require(!request.save_dir.empty(), "save_checkpoint: expected a folder for checkpoints, found an empty name; pass ",
-            "\".\" for the working folder");
+    checkpoint::require_folder_name(request.save_dir, "save_checkpoint");
     checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(request.save_dir).string(), tag);
     for (std::string* text : {&save.save_dir, &save.incomplete}) *text = text_of_leader(*text, folders_, ranks);
     // A checkpoint beside those for restarts, the best one so far, is none that the config's keep_last counts.
@@ -180,7 +180,7 @@ class Saving {
       const auto host = static_cast<size_t>(folders_.host_of[static_cast<size_t>(rank)]);
       if (folders_.leaders[host] == rank) {
         const std::string where = cat("the table of rank ", rank);
-        checkpoint::add_table(other, nlohmann::json::parse(tables[host]), where);
+        checkpoint::add_table(other, parse_json<nlohmann::json>(tables[host]), where);
         checkpoint::leave_out_covered(other, here);
         checkpoint::add_table(here, checkpoint::table_to_json(other), where);
       }

@@ -95,7 +95,12 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
     require((dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf) &&
                 tensor.layout() == at::kStrided,
             "parameter ", item.key(), ": expected a dense float32, float64, bfloat16 or float16 tensor, found ",
-            describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
+            describe(tensor), lazy([&] {
+              return at::isFloatingType(dtype) || tensor.requires_grad()
+                         ? cat("; convert the model first, for example with model->to(torch::kFloat)")
+                         : cat("; what is no weight, as an order or integers of a quantized layer, is a buffer: ",
+                               "register_buffer(\"", item.key().substr(item.key().rfind('.') + 1), "\", values)");
+            }));
     const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
             ": belongs to another engine, or to a wrapper (ds::DistributedDataParallel); destroy that one first");

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/json/near_miss.h"
 #include "pipeline/schedule/schedule.h"
@@ -29,14 +30,8 @@ constexpr std::array<KindName, 8> kKindNames = {{
 }};
 
 std::string lower_case(const std::string& text) {
-  std::string lower;
-  for (const char c : text) {
-    if (c == '-') {
-      lower += '_';
-    } else {
-      lower += c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-    }
-  }
+  std::string lower = ascii_lower(text);
+  std::replace(lower.begin(), lower.end(), '-', '_');
   return lower;
 }
 

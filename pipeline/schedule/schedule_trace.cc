@@ -1,3 +1,4 @@
+#include "core/json/parse_json.h"
 #include "pipeline/schedule/schedule_timing.h"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ std::vector<std::string> trace_files(const std::string& path) {
 
 // The format is an array of events, or an object that has one.
 json events_of(const std::string& file) {
-  json document = json::parse(read_text_file(file), nullptr, /*allow_exceptions=*/false);
+  json document = parse_json<json>(read_text_file(file), nullptr, /*allow_exceptions=*/false);
   if (document.is_object() && document.contains("traceEvents")) {
     document = json(std::move(document["traceEvents"]));
   }

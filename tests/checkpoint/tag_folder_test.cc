@@ -291,6 +291,32 @@ TEST_F(TagFolder, WhatIsNoCheckpointIsNotReplaced) {
   EXPECT_EQ(step_of("empty"), 2);
 }
 
+TEST_F(TagFolder, LinksThatLeadNowhereAreNamed) {
+  fs::create_directories(dir_);
+  fs::create_symlink("/no/such/disk", fs::path(dir_) / "link");
+  const auto says = ThrowsMessage<IoError>(HasSubstr("link is a symbolic link to /no/such/disk, which does not exist"));
+  EXPECT_THAT([&] { begin_tag(new_save(dir_ + "/link", "tag")); }, says);
+  EXPECT_THAT([&] { begin_tag(new_save(dir_ + "/link/deeper", "tag")); }, says);
+  EXPECT_THAT([&] { begin_tag(new_save(dir_, "link")); }, says);
+}
+
+TEST_F(TagFolder, AnAddressIsNoFolder) {
+  for (const char* address : {"s3://bucket/run", "gs://bucket", "hdfs://host:9000/run", "file:///run"}) {
+    EXPECT_THAT([&] { require_folder_name(address, "save_checkpoint"); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("save_checkpoint: expected a folder"), HasSubstr(address))));
+  }
+  for (const char* folder : {"run", "/run", ".", "a:b", "runs/s3://x", "c:/run"}) {
+    EXPECT_NO_THROW(require_folder_name(folder, "save_checkpoint")) << folder;
+  }
+}
+
+// Whatever editor wrote it.
+TEST_F(TagFolder, LatestByHand) {
+  make("tag", 1);
+  put("latest", "\xEF\xBB\xBFtag\r\n");
+  EXPECT_EQ(read_latest(dir_), "tag");
+}
+
 TEST_F(TagFolder, FoldersThatCannotBeMade) {
   std::ofstream(dir_) << "a file";
   EXPECT_THAT([&] { begin_tag(new_save(dir_, "tag")); }, ThrowsMessage<IoError>(HasSubstr(dir_)));

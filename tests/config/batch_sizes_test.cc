@@ -54,6 +54,14 @@ TEST(BatchSizes, NumbersThatDoNotFitAreShownWithWhatWouldFit) {
   EXPECT_THAT(refusal_of("{train_batch_size: 2}", {.dp_world_size = 4}), HasSubstr("set train_batch_size to 4"));
 }
 
+// DeepSpeed's batch has one part for each group of ranks that share a sequence.
+TEST(BatchSizes, ASequenceAxisIsNoPartOfTheBatch) {
+  const std::string text = "{train_batch_size: 8, train_micro_batch_size_per_gpu: 4, sequence_parallel_size: 2}";
+  EXPECT_EQ(parse_text(text, {.world_size = 4}).dp_world_size, 2);
+  EXPECT_THAT(refusal_of(text, {.world_size = 5}),
+              AllOf(HasSubstr("sequence_parallel_size: expected a divisor of the 5 ranks"), HasSubstr("found 2")));
+}
+
 TEST(BatchSizes, ZeroNegativeAndHugeAreRefused) {
   EXPECT_THAT(refusal_of("{train_batch_size: 0}"), HasSubstr("expected an integer > 0, found 0"));
   EXPECT_THAT(refusal_of("{train_micro_batch_size_per_gpu: 2, gradient_accumulation_steps: -1}"),

@@ -10,6 +10,15 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
+TEST(StepsPerPrint, InfinityIsNever) {
+  for (const char* text : {"{steps_per_print: Infinity, wall_clock_breakdown: false}", "{steps_per_print: 'inf'}"}) {
+    EXPECT_FALSE(parse_text(text).steps_per_print.has_value());
+    EXPECT_THAT(warnings_of(text), AllOf(HasSubstr("steps_per_print"), HasSubstr("taken as null")));
+  }
+  EXPECT_THAT(refusal_of("{gradient_clipping: Infinity, wall_clock_breakdown: false}"),
+              AllOf(HasSubstr("gradient_clipping"), HasSubstr("found \"Infinity\"")));
+}
+
 TEST(ZeroSection, AliasesAreOneKey) {
   EXPECT_EQ(parse_text("{zero_optimization: {prefetch_bucket_size: 7}}").zero_optimization.stage3_prefetch_bucket_size,
             7);

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "core/ascii.h"
+
 namespace ds {
 namespace {
 
@@ -324,6 +326,86 @@ TEST(SourceTree, EveryTestFileIsRegistered) {
         << fs::relative(file, kRoot) << " is not named in " << fs::relative(folder / "CMakeLists.txt", kRoot);
   }
   EXPECT_GT(files, 5) << "the test must see the source tree";
+}
+
+// The code that runs in a program of somebody else's, or beside it: all folders but programs of our own and tests.
+std::vector<fs::path> product_files() {
+  std::vector<fs::path> files = files_below(kRoot / "include", {".h"});
+  for (const auto& [folder, level] : kLevels) {
+    if (folder == "examples" || folder == "benchmarks" || folder == "tests") continue;
+    for (const fs::path& file : files_below(kRoot / folder, {".h", ".cc", ".cu"})) files.push_back(file);
+  }
+  return files;
+}
+
+// Whether a function of that name is called: `std::isdigit(c)`, and not `is_ascii_digit(c)` or `at::isdigits(c)`.
+bool calls(const std::string& code, const std::string& function) {
+  const auto is_of_a_name = [](char c) { return c == '_' || is_ascii_letter(c) || is_ascii_digit(c); };
+  for (size_t at = code.find(function + "("); at != std::string::npos; at = code.find(function + "(", at + 1)) {
+    if (at == 0 || !is_of_a_name(code[at - 1])) return true;
+  }
+  return false;
+}
+
+// Returns what in the line follows the locale of the program, so that a file or a message to a machine would differ
+// from one desktop to the next; empty: nothing does.
+std::string locale_in(const std::string& line) {
+  static const std::vector<std::string> kFunctions = {
+      "strtof",    "strtod",  "strtold", "atof",    "sscanf",  "stof",       "stod",      "stold",
+      "setlocale", "tolower", "toupper", "isalpha", "isalnum", "isdigit",    "isxdigit",  "isspace",
+      "isupper",   "islower", "isprint", "ispunct", "strcoll", "strcasecmp", "localeconv"};
+  static const std::regex kPrintedFloat(R"re(printf\(.*%[-+ #0-9.*]*[aefgAEFG])re");
+  static const std::regex kStream(R"re(std::(?:basic_)?[io]?(?:string|f)stream\b(?![&>]))re");
+  const std::string code = line.substr(0, line.find("//"));
+  for (const std::string& function : kFunctions) {
+    if (calls(code, function)) return function;
+  }
+  const auto has = [&code](const char* part) { return code.find(part) != std::string::npos; };
+  if (has("printf(") && std::regex_search(code, kPrintedFloat)) return "printf of a floating-point number";
+  if (has("stream") && !has("classic_stream<") && std::regex_search(code, kStream)) return "a stream";
+  if (has("json::parse(") || has("Json::parse(") || has("json::accept(")) return "json::parse";
+  return "";
+}
+
+// Where they stand, each with what keeps the locale away from it.
+const std::set<std::string> kOutsideTheLocale = {
+    "core/number_text.cc: strtod",          // in a ClassicScope
+    "core/json/parse_json.h: json::parse",  // in a ClassicScope
+    "profiling/csv_monitor.cc: a stream",   // a member; made by classic_stream
+    "profiling/tensorboard_monitor.cc: a stream",
+};
+
+TEST(SourceTree, NothingFollowsTheLocaleOfTheProgram) {
+  std::set<std::string> unused = kOutsideTheLocale;
+  for (const fs::path& file : product_files()) {
+    std::ifstream in(file);
+    for (std::string line; std::getline(in, line);) {
+      const std::string what = locale_in(line);
+      if (what.empty()) continue;
+      const std::string name = fs::relative(file, kRoot).string() + ": " + what;
+      unused.erase(name);
+      EXPECT_TRUE(kOutsideTheLocale.contains(name))
+          << name << " follows the locale of the program; use core/text.h (cat, fixed, classic_stream), core/ascii.h, "
+          << "core/number_text.h or core/json/parse_json.h:\n"
+          << line;
+    }
+  }
+  EXPECT_THAT(unused, IsEmpty()) << "allowed, and there no more";
+}
+
+TEST(SourceTree, APlantedUseOfTheLocaleIsFound) {
+  EXPECT_EQ(locale_in("  return std::strtod(text, nullptr);"), "strtod");
+  EXPECT_EQ(locale_in("  lr = std::stod(word);"), "stod");
+  EXPECT_EQ(locale_in("[](unsigned char c) { return std::tolower(c); }"), "tolower");
+  EXPECT_EQ(locale_in("if (isspace(c)) return;"), "isspace");
+  EXPECT_THAT(locale_in("  std::snprintf(text, sizeof text, \"%.1f GiB\", size);"), HasSubstr("printf"));
+  EXPECT_EQ(locale_in("  std::ostringstream out;"), "a stream");
+  EXPECT_EQ(locale_in("  if (std::ifstream file(path); file >> number) {"), "a stream");
+  EXPECT_EQ(locale_in("  json value = json::parse(text);"), "json::parse");
+  EXPECT_EQ(locale_in("  auto out = classic_stream<std::ostringstream>();"), "");
+  EXPECT_EQ(locale_in("std::string header(std::ifstream& in, const std::string& path) {"), "");
+  EXPECT_EQ(locale_in("  std::snprintf(name, sizeof name, \"%08x%08x\", a, b);"), "");
+  EXPECT_EQ(locale_in("  if (is_ascii_digit(c)) return;  // not std::isdigit(c)"), "");
 }
 
 TEST(SourceTree, NoFolderForWhatHasNoName) {

@@ -17,6 +17,7 @@ using nlohmann::ordered_json;
 using test::run_ranks;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::ThrowsMessage;
 
 TEST(EngineUsage, CountersFollowTheMicroBatches) {
@@ -67,6 +68,25 @@ TEST(EngineUsage, ADeclaredBoundaryOverridesTheCount) {
     engine->step();
     EXPECT_EQ(engine->global_steps(), 1);
     EXPECT_LT(largest_difference(copy_of(engine->fp32_state_dict()), expected), 2e-6);
+  });
+}
+
+// The losses of an update of fewer micro-batches were divided by more: said once, and not where the program divides.
+TEST(EngineUsage, AnUpdateOfFewerMicroBatchesIsSaid) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(1, 4), communicator).engine;
+    const auto said = [&](bool scale_wrt_gas) {
+      testing::internal::CaptureStderr();
+      engine->set_gradient_accumulation_boundary(true);
+      engine->backward(model->loss(sample(0, 0)), /*retain_graph=*/false, scale_wrt_gas);
+      engine->step();
+      return testing::internal::GetCapturedStderr();
+    };
+    EXPECT_THAT(said(false), Not(HasSubstr("micro-batches")));
+    EXPECT_THAT(said(true), AllOf(HasSubstr("the update is made of 1 of 4 micro-batches"), HasSubstr("1/4")));
+    EXPECT_THAT(said(true), Not(HasSubstr("micro-batches")));
+    EXPECT_EQ(engine->global_steps(), 3);
   });
 }
 

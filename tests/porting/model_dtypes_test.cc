@@ -81,6 +81,18 @@ struct Rotation : torch::nn::Module {
   at::Tensor turn, weight;
 };
 
+// An order of columns, registered as a parameter that is not trained. A change of all dtypes would break it.
+TEST(IntegerParameters, AreToldToBeBuffers) {
+  SmallNet model;
+  model->last->register_parameter("order", torch::arange(8), /*requires_grad=*/false);
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    EXPECT_THAT(
+        [&] { start(model.ptr(), small_config(2, 1), communicator); },
+        ThrowsMessage<UsageError>(AllOf(HasSubstr("parameter last.order"), HasSubstr("Long [8]"),
+                                        HasSubstr("register_buffer(\"order\", values)"), Not(HasSubstr("kFloat")))));
+  });
+}
+
 TEST(ComplexModels, AreRefusedWithAWayThatLosesNothing) {
   test::run_ranks(1, [](comm::Communicator& communicator) {
     for (const bool trained : {true, false}) {

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "profiling/tensorboard_monitor.h"
 #include "tests/support/file_text.h"
+#include "tests/support/grouped_locale.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::profiling {
@@ -32,6 +33,13 @@ TEST(CsvMonitor, ALaterRunAppendsWithoutASecondHeader) {
   EXPECT_EQ(test::file_text(folder.path() / "job/a_lr.csv"), "step,lr\n1,1\n2,2\n");
 }
 
+TEST(CsvMonitor, HasTwoColumnsUnderEveryLocale) {
+  const test::ScratchFolder folder;
+  const test::GroupedLocale locale;
+  make_csv_monitor(folder.path().string(), "job")->write_events({{"a/lr", 0.07, 1032}});
+  EXPECT_EQ(test::file_text(folder.path() / "job/a_lr.csv"), "step,lr\n1032,0.07\n");
+}
+
 TEST(CsvMonitor, SaysThatTheDiskIsFull) {
   const test::ScratchFolder folder;
   const auto monitor = make_csv_monitor(folder.path().string(), "job");
@@ -51,6 +59,17 @@ TEST(CsvMonitor, LeavesNothingBehindBeforeTheFirstEvent) {
 }
 
 using Maker = std::unique_ptr<Monitor> (*)(const std::string&, const std::string&);
+
+TEST(CsvMonitor, NamesALinkThatLeadsNowhere) {
+  const test::ScratchFolder folder;
+  std::filesystem::create_symlink("/no/such/disk", folder.path() / "link");
+  try {
+    make_csv_monitor(folder / "link", "job");
+    FAIL() << "expected IoError";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("link is a symbolic link to /no/such/disk, which does not exist"));
+  }
+}
 
 class AnyMonitor : public testing::TestWithParam<std::pair<const char*, Maker>> {};
 

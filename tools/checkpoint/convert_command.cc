@@ -1,3 +1,4 @@
+#include "core/json/parse_json.h"
 #include "tools/checkpoint/commands.h"
 
 #include <filesystem>
@@ -30,7 +31,7 @@ std::map<std::string, std::string> names_in(const std::string& file) {
   const FileText names = read_regular_file(file, kMostBytes);
   require<IoError>(names.trouble.empty(), "--rename_map: ", file, ": ", names.trouble);
   try {
-    return nlohmann::json::parse(names.text).get<std::map<std::string, std::string>>();
+    return parse_json<nlohmann::json>(names.text).get<std::map<std::string, std::string>>();
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(cat("--rename_map: ", file, ": expected {\"old\": \"new\"}: ", error.what()));
   }

@@ -1,3 +1,4 @@
+#include "core/json/parse_json.h"
 #include "tools/checkpoint/commands.h"
 
 #include <c10/core/ScalarType.h>
@@ -67,7 +68,7 @@ ordered_json report_of(const Source& source, const Location& location, const Ins
   ordered_json report = {{"path", location.folder}, {"format", name_of(location.format)}};
   if (!location.latest.empty()) report["latest"] = location.latest;
   if (!location.tags.empty()) report["tags"] = location.tags;
-  report["state"] = ordered_json::parse(to_json(source.state()).dump());
+  report["state"] = parse_json<ordered_json>(to_json(source.state()).dump());
   report["tensors"] = source.tensors().size();
   report["kinds"] = ordered_json::array();
   for (const Kind& kind : kinds_of(source)) {

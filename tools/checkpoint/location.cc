@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "checkpoint/tag_folder.h"
+#include "core/ascii.h"
 #include "core/check.h"
 
 namespace ds::checkpoint::tool {
@@ -17,7 +18,7 @@ namespace fs = std::filesystem;
 // "global_step20" -> 20, so that step 100 comes after step 20; tags without a number come first.
 int64_t step_of(const std::string& tag) {
   size_t begin = tag.size();
-  while (begin > 0 && std::isdigit(static_cast<unsigned char>(tag[begin - 1])) != 0) --begin;
+  while (begin > 0 && is_ascii_digit(tag[begin - 1])) --begin;
   const std::string digits = tag.substr(begin);
   return digits.empty() || digits.size() > 18 ? -1 : std::stoll(digits);
 }

@@ -46,12 +46,7 @@ int64_t parsed_bytes(const std::string& text) {
   const std::string number = text.substr(0, end);
   const auto unit =
       kUnits.find(end == std::string::npos ? "" : text.substr(std::min(text.find_first_not_of(' ', end), text.size())));
-  double value = 0;
-  try {
-    value = std::stod(number);
-  } catch (const std::exception&) {
-    value = 0;
-  }
+  const double value = parse_finite_number(number).value_or(0);
   const double bytes = unit == kUnits.end() ? 0 : value * unit->second;
   require<ConfigError>(bytes >= 1 && bytes < 9e18,
                        "--max_shard_size: expected a size such as 5GB, 500MB or 4GiB, found \"", text, "\"");

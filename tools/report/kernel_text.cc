@@ -6,6 +6,8 @@
 #include <sstream>
 #include <utility>
 
+#include "core/text.h"
+
 namespace ds::tool::report {
 namespace {
 
@@ -20,8 +22,8 @@ std::string_view trimmed(std::string_view text, std::string_view what) {
 }  // namespace
 
 std::string text_of(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream read;
+  auto file = classic_stream<std::ifstream>(path, std::ios::binary);
+  auto read = classic_stream<std::ostringstream>();
   read << file.rdbuf();  // catches what the buffer throws when the kernel refuses
   std::string text = std::move(read).str();
   text.resize(text.find_last_not_of(kBlank) + 1);  // npos + 1 is 0

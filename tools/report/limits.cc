@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "launcher/machine/cgroup.h"
 #include "offload/host_budget.h"
 #include "offload/io_ring.h"
@@ -123,7 +124,7 @@ ProcessLimit parse_limit(std::string_view limits, std::string_view name) {
   ProcessLimit limit;
   if (begin == std::string_view::npos) return limit;
   const std::string_view line = limits.substr(begin + name.size());
-  std::istringstream words{std::string(line.substr(0, line.find('\n')))};
+  auto words = classic_stream<std::istringstream>(std::string(line.substr(0, line.find('\n'))));
   std::string soft;
   std::string hard;
   words >> soft >> hard;

@@ -33,7 +33,7 @@ bool has_address(const Interface& interface, const std::string& address) {
 
 std::vector<std::string> split(const std::string& list) {
   std::vector<std::string> words;
-  std::istringstream in(list);
+  auto in = classic_stream<std::istringstream>(list);
   for (std::string word; std::getline(in, word, ',');) {
     if (!word.empty()) words.push_back(word);
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/core_binding.h"
 #include "offload/host_budget.h"
@@ -36,7 +37,7 @@ std::vector<std::string> blocks_of(std::string_view text) {
 std::vector<std::string> vector_flags(const std::string& block) {
   std::string text = field(block, "flags");
   if (text.empty()) text = field(block, "Features");  // Arm's word
-  std::istringstream words(text);
+  auto words = classic_stream<std::istringstream>(text);
   std::set<std::string> present;
   for (std::string word; words >> word;) present.insert(word);
   std::vector<std::string> found;

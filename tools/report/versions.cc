@@ -22,7 +22,7 @@ constexpr auto kCompilerLimit = std::chrono::seconds(5);
 fs::path find_nvcc() {
   std::error_code ignored;
   const char* path = std::getenv("PATH");
-  std::istringstream folders(path == nullptr ? "" : path);
+  auto folders = classic_stream<std::istringstream>(path == nullptr ? "" : path);
   for (std::string folder; std::getline(folders, folder, ':');) {
     if (fs::exists(fs::path(folder) / "nvcc", ignored)) return fs::path(folder) / "nvcc";
   }

@@ -98,6 +98,18 @@ TEST(Hjson, NamesWhatJsonHasNot) {
   EXPECT_EQ(read("a: Nano\n")["a"], "Nano");
 }
 
+// As Python's json.dump() writes it. Keys that have a meaning for it take the text.
+TEST(Hjson, InfinityIsAText) {
+  EXPECT_EQ(read("{\"a\": Infinity, \"b\": 1}"), nlohmann::ordered_json::parse(R"({"a": "Infinity", "b": 1})"));
+}
+
+TEST(Hjson, NamesTypographicQuotes) {
+  EXPECT_THAT(refusal("{\n\u201Clr\u201D: 1}"),
+              HasSubstr("test.json:2:1: expected a plain quotation mark (\"), found '\u201C', a typographic one"));
+  EXPECT_THAT(refusal("{\"type\": \u2018AdamW\u2019}"), HasSubstr("test.json:1:10: expected a plain quotation mark"));
+  EXPECT_EQ(read("{\"a\": \"\u201Cx\u201D\", b: it\u2019s\n}")["b"], "it\u2019s");
+}
+
 TEST(Hjson, MessagesShowNoRawBytes) {
   EXPECT_THAT(refusal("{\"a\x1b[2J\" 1}"), Not(HasSubstr("\x1b")));
   EXPECT_THAT(refusal("{\"a\": 1} \x1b"), AllOf(HasSubstr("\\x1B"), Not(HasSubstr("\x1b"))));

@@ -65,6 +65,15 @@ TEST(HostList, NamesTheLineThatIsWrong) {
               AllOf(HasSubstr("--hostfile /no/such/hosts"), HasSubstr("No such file")));
 }
 
+TEST(HostList, ReadsWhatEditorsWrite) {
+  EXPECT_EQ(parse_hostfile("\xEF\xBB\xBF"
+                           "a slots=4\r\nb slots=2\r\nc slots=1\r\n",
+                           "hosts"),
+            kHosts);
+  EXPECT_THAT(hostfile_error("\"a\" slots=4\n"),
+              HasSubstr("hosts, line 1: expected the name of a host without quotes, found \"a\"; remove them"));
+}
+
 TEST(HostList, Includes) {
   EXPECT_THAT(choose_hosts(kHosts, Choice::kInclude, "c@a:3,0,3"),
               ElementsAre(Host{.name = "a", .slots = {0, 3}}, Host{.name = "c", .slots = {0}}));

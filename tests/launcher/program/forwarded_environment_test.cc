@@ -34,6 +34,15 @@ TEST(ForwardedEnvironment, ReadsFilesOfEntries) {
   EXPECT_THAT(test::thrown_by<Error>([] { parse_environment_file("A\n", "file"); }), HasSubstr("file, line 1"));
 }
 
+TEST(ForwardedEnvironment, ReadsWhatEditorsWrite) {
+  EXPECT_THAT(parse_environment_file("\xEF\xBB\xBF"
+                                     "A=1\r\nB=2\r\n",
+                                     "file"),
+              ElementsAre("A=1", "B=2"));
+  EXPECT_THAT(parse_environment_file("A=\"x y\"\nB='1'\nC=\"\"\nD=\"a\" \"b\"\nE=it's\nF=\"\n", "file"),
+              ElementsAre("A=x y", "B=1", "C=", "D=\"a\" \"b\"", "E=it's", "F=\""));
+}
+
 TEST(ForwardedEnvironment, TakesTheFilesOfHomeAndHere) {
   test::ScratchFolder home, here;
   home.write(".deepspeed_env", "A=home\n");

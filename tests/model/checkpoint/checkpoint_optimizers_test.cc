@@ -134,6 +134,28 @@ TEST(CheckpointOptimizers, OneThatKeepsTheSameStatesIsSaid) {
   });
 }
 
+TEST(CheckpointOptimizers, OptionsThatAreTheCheckpointsAreSaid) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    ordered_json config = with_optimizer(1, "AdamW");
+    config["optimizer"]["params"] = {{"lr", 0.1}, {"weight_decay", 0.5}};
+    SmallNet model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    train(*engine, model, 1);
+    engine->save_checkpoint(dir, "tag");
+    config["optimizer"]["params"] = {{"lr", 0.02}, {"weight_decay", 0.25}};
+    SmallNet other;
+    const auto loaded = start(other.ptr(), config, communicator).engine;
+    testing::internal::CaptureStderr();
+    loaded->load_checkpoint(dir, "tag");
+    EXPECT_THAT(testing::internal::GetCapturedStderr(),
+                AllOf(HasSubstr("parameter group 0 has from the checkpoint, not from here: "),
+                      HasSubstr("lr 0.1 (not 0.02), weight_decay 0.5 (not 0.25)")));
+    EXPECT_EQ(loaded->get_lr()[0], 0.1);
+  });
+}
+
 // Of a class of the program's, which at stage 0 steps on whole parameters: torch::save() of it is in the checkpoint.
 struct OwnAdam final : torch::optim::Adam {
   using Adam::Adam;

@@ -137,6 +137,27 @@ TEST_P(CheckpointRecovery, WhatAKilledJobLeft) {
   EXPECT_EQ(loaded_step(), 2);  // put back
 }
 
+// The folder of a tag as load_dir, and a link to a disk that is not there: training must not begin anew in silence.
+TEST_P(CheckpointRecovery, AFolderThatIsNoneOfCheckpoints) {
+  fs::create_symlink("/no/such/disk", folder_.path() / "link");
+  run_ranks(kRanks, [&](comm::Communicator& communicator) {
+    CarriedNet model;
+    const auto engine = start(model.ptr(), config(), communicator).engine;
+    const auto says = [&](const char* text) {
+      return ThrowsMessage<Error>(HasSubstr(communicator.rank() == 0 ? text : "another rank could not load it"));
+    };
+    EXPECT_THAT([&] { engine->load_checkpoint(tag(3).string() + "/"); },
+                says("is a checkpoint itself, expected the folder above it"));
+    EXPECT_THAT([&] { engine->load_checkpoint(dir() + "/link"); }, says("is a symbolic link to /no/such/disk"));
+    for (const auto& call : std::vector<std::function<void()>>{[&] { engine->load_checkpoint("s3://bucket/run"); },
+                                                               [&] { engine->save_checkpoint("s3://bucket/run"); }}) {
+      EXPECT_THAT(call, ThrowsMessage<UsageError>(HasSubstr("found \"s3://bucket/run\"")));
+    }
+    EXPECT_EQ(engine->global_steps(), 0);
+  });
+  EXPECT_FALSE(fs::exists("s3:"));
+}
+
 TEST_P(CheckpointRecovery, NothingThatIsWhole) {
   for (int64_t step = 1; step <= 3; ++step) fs::remove(tag(step) / "index.json");
   fs::remove(dir() + "/latest");
