@@ -50,7 +50,10 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize(/*judged_next=*/true);
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
-  if (loaded) self.step->late().forget();  // else, or where it threw, training goes on from that step
+  if (loaded) {  // else, or where it threw, training goes on from that step
+    self.step->late().forget();
+    self.settings->forget_values();
+  }
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);
   return loaded;

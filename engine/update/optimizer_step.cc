@@ -29,6 +29,7 @@ constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
 // Replaces what this rank alone has done by what the ranks of its tensor axis say together. `changes`: ModelWatch's
 // digest.
 void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c10::Device device) {
+  const uint64_t settings = facts.settings->digest(StepSettings::Among::kTensorRanks);
   facts.axis = std::make_shared<const AxisAgreement>(AxisFacts{.step = facts.step,
                                                                .delivered = facts.delivered,
                                                                .position = facts.position,
@@ -36,7 +37,8 @@ void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c1
                                                                .data = parts.take_data_digest(),
                                                                .changes = facts.changes,
                                                                .axis_changes = changes,
-                                                               .gradient_changes = facts.gradient_changes},
+                                                               .gradient_changes = facts.gradient_changes,
+                                                               .settings = settings},
                                                      parts, device);
 }
 
@@ -188,6 +190,7 @@ void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
 void OptimizerStep::end_step() {
   note_peaks(deps_.state, deps_.progress);
   deps_.scaled_backward.drop();
+  deps_.settings.forget_gradients();
   deps_.state.choose_gradients();
   deps_.update.step_over();
 }
@@ -206,6 +209,7 @@ void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
 void OptimizerStep::forget_gradient_changes() {
   clip_once_.reset();
   gradient_changes_ = 0;
+  deps_.settings.forget_gradients();
 }
 
 StepFacts OptimizerStep::facts() {
@@ -220,6 +224,9 @@ StepFacts OptimizerStep::facts() {
   if (data.sampler) facts.position = digest_of(data.sampler->state());
   facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
+  facts.settings = &deps_.settings;
+  facts.stages = std::exchange(stages_, {});
+  facts.world = state.ranks.world.get();
   const ModelWatch::Digests changes = deps_.watch.take_digests();
   facts.changes = changes.all;
   facts.last_changed = deps_.watch.take_name();
