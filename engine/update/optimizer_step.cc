@@ -109,6 +109,11 @@ void OptimizerStep::run() {
   const int64_t number = deps_.progress.global_steps;
   const std::string report = warnings_.judge(deps_.data.batches, {.number = number, .norm = norm});
   warnings_.check_zeros(norm, warnings_.check_gradients(), number);
+  if (overflow) {
+    late_.note_bad_norm();
+  } else if (!late_.exists()) {  // else the loss is read one step later
+    warnings_.check_loss(deps_.progress.loss, deps_.data.batches, number);
+  }
   if (!drops) apply(norm, scale, clip_once.value_or(0));
   end_fp8_step(/*applied=*/!drops);
   end_step();
@@ -151,8 +156,9 @@ void OptimizerStep::judge_late() {
   std::optional<LateStep::Record> late = late_.take();
   if (!late) return;
   agree(late->agreement, late->updated);
+  const double norm = late->norm.defined() ? late->norm.numbers().item<double>() : 0.0;
+  if (std::isfinite(norm) && !late->is_bad) warnings_.check_loss(deps_.progress.loss, late->batches, late->step);
   if (!late->norm.defined()) return;
-  const auto norm = late->norm.numbers().item<double>();
   warnings_.check_zeros(norm, late->no_gradient, late->step);
   warnings_.judge(late->batches, {.number = late->step, .norm = norm, .loss_scale = late->loss_scale, .late = true});
 }

@@ -3,7 +3,8 @@
 #include <array>
 #include <bit>
 #include <charconv>
-#include <utility>
+#include <cmath>
+#include <vector>
 
 #include "checkpoint/block_checksum.h"
 #include "core/text.h"
@@ -23,10 +24,14 @@ uint64_t joined_digest(uint64_t digest, uint64_t value) {
   return bits ^ (bits >> 31);
 }
 
-// The shortest text that reads back as the same number: ranks may differ in the last digit.
+// The shortest text that reads back as the same number, because ranks may differ in the last digit.
 std::string exact_text(double value) {
   std::array<char, 32> text{};
-  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+  char* const end = text.data() + text.size();
+  constexpr double kLargestCount = 1e15;
+  const bool is_count = std::abs(value) < kLargestCount && std::floor(value) == value;
+  return {text.data(), is_count ? std::to_chars(text.data(), end, static_cast<int64_t>(value)).ptr
+                                : std::to_chars(text.data(), end, value, std::chars_format::general).ptr};
 }
 
 }  // namespace
