@@ -290,7 +290,7 @@ TEST_P(PartedSettings, AreThoseOfTorchsPlateauOnTheLossOfEachRank) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
     const auto client = std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(0.02));
-    torch::optim::ReduceLROnPlateauScheduler scheduler(*client, torch::optim::ReduceLROnPlateauScheduler::min, 0.1, 0);
+    torch::optim::ReduceLROnPlateauScheduler scheduler(*client, torch::optim::ReduceLROnPlateauScheduler::min, 0.1F, 0);
     const auto engine = initialize({.model = model.ptr(),
                                     .config = small_config(GetParam(), 1),
                                     .optimizer = client,
