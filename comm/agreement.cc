@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <bit>
@@ -144,6 +145,26 @@ std::string text_of_rank(const std::string& text, int root, c10::Device device, 
 
 std::string text_of_first_rank(const std::string& text, c10::Device device, Communicator& ranks) {
   return text_of_rank(text, 0, device, ranks);
+}
+
+std::vector<std::string> texts_of_ranks(const std::string& text, c10::Device device, Communicator& ranks,
+                                        const char* label) {
+  if (ranks.size() == 1) return {text};
+  const int64_t length = largest_of_ranks(static_cast<int64_t>(text.size()), device, ranks, label);
+  std::vector<std::string> texts(static_cast<size_t>(ranks.size()));
+  if (length == 0) return texts;
+  at::Tensor own = at::zeros({length}, at::kByte);
+  std::memcpy(own.mutable_data_ptr(), text.data(), text.size());
+  own = own.to(device);
+  at::Tensor all = at::empty({length * ranks.size()}, own.options());
+  ranks.all_gather(all, own, label).wait();
+  all = all.to(at::kCPU);
+  const auto* begin = static_cast<const char*>(all.const_data_ptr());
+  for (std::string& of_rank : texts) {
+    of_rank.assign(begin, strnlen(begin, static_cast<size_t>(length)));
+    begin += length;
+  }
+  return texts;
 }
 
 bool same_text_on_all_ranks(const std::string& text, c10::Device device, Communicator& ranks) {

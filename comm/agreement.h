@@ -43,6 +43,9 @@ std::string message_of(const std::exception_ptr& failure);
 std::string text_of_rank(const std::string& text, int root, c10::Device device, Communicator& ranks);
 // Returns the text of rank 0 on every rank.
 std::string text_of_first_rank(const std::string& text, c10::Device device, Communicator& ranks);
+// Returns the text of each rank, in the order of the ranks, on every rank. No text has a NUL in it.
+std::vector<std::string> texts_of_ranks(const std::string& text, c10::Device device, Communicator& ranks,
+                                        const char* label);
 // Returns whether all ranks have the same text.
 bool same_text_on_all_ranks(const std::string& text, c10::Device device, Communicator& ranks);
 

@@ -75,8 +75,11 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   self.synchronize(/*judged_next=*/true);
   const std::vector<double> rates = self.state.optimizer.learning_rates();
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
-  if (loaded) self.step->late().forget();  // else, or where it threw, training goes on from that step
-  if (loaded) warn_of_own_schedule(self, rates);
+  if (loaded) {  // else, or where it threw, training goes on from that step
+    self.step->late().forget();
+    self.settings->forget_values();
+    warn_of_own_schedule(self, rates);
+  }
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);
   return loaded;

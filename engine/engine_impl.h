@@ -21,6 +21,7 @@
 #include "engine/update/optimizer_step.h"
 #include "engine/update/scaled_backward.h"
 #include "engine/update/shown_gradients.h"
+#include "engine/update/step_settings.h"
 #include "engine/update/update.h"
 #include "model/checkpoint/run_state.h"
 #include "model/checkpoint/saves.h"
@@ -56,6 +57,7 @@ struct Engine::Impl {
   std::optional<ModelWatch> watch;
   std::unique_ptr<Update> update;
   std::optional<ScaledBackward> scaled_backward;
+  std::optional<StepSettings> settings;
   std::optional<OptimizerStep> step;
   std::optional<ShownGradients> shown;
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()

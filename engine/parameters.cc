@@ -70,7 +70,8 @@ void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& v
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
   values.write_whole(flat, value * impl_->scaled_backward->loss_scale());
-  if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();  // of a copy that all ranks have
+  impl_->settings->note_value(
+      {.call = "safe_set_full_grad()", .parameter = values.name(), .value = value, .is_gradient = true});
 }
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
@@ -82,7 +83,11 @@ void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& 
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_local_grad()");
   values.write_local(flat, value * impl_->scaled_backward->loss_scale());
-  if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();
+  impl_->settings->note_value({.call = "safe_set_local_grad()",
+                               .parameter = values.name(),
+                               .value = value,
+                               .is_local = true,
+                               .is_gradient = true});
 }
 
 at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
@@ -102,13 +107,20 @@ at::Tensor Engine::safe_get_local_fp32_param(const at::Tensor& parameter) {
 }
 
 void Engine::safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
-  change_master(*impl_, parameter, "safe_set_full_fp32_param()",
-                [&](const ParameterValues& of, const at::Tensor& master) { of.write_whole(master, value); });
+  change_master(
+      *impl_, parameter, "safe_set_full_fp32_param()", [&](const ParameterValues& of, const at::Tensor& master) {
+        of.write_whole(master, value);
+        impl_->settings->note_value({.call = "safe_set_full_fp32_param()", .parameter = of.name(), .value = value});
+      });
 }
 
 void Engine::safe_set_local_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
-  change_master(*impl_, parameter, "safe_set_local_fp32_param()",
-                [&](const ParameterValues& of, const at::Tensor& master) { of.write_local(master, value); });
+  change_master(
+      *impl_, parameter, "safe_set_local_fp32_param()", [&](const ParameterValues& of, const at::Tensor& master) {
+        of.write_local(master, value);
+        impl_->settings->note_value(
+            {.call = "safe_set_local_fp32_param()", .parameter = of.name(), .value = value, .is_local = true});
+      });
 }
 
 at::Tensor Engine::safe_get_full_optimizer_state(const at::Tensor& parameter, const std::string& state) {
@@ -134,6 +146,8 @@ void Engine::safe_set_full_optimizer_state(const at::Tensor& parameter, const at
   const ParameterValues values(impl_->state, parameter, "safe_set_full_optimizer_state()");
   require_on_one_stage(impl_->state, {parameter}, "safe_set_full_optimizer_state(): expected no call");
   values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_whole(flat, value); });
+  impl_->settings->note_value(
+      {.call = "safe_set_full_optimizer_state()", .parameter = values.name(), .value = value, .state = state});
 }
 
 void Engine::safe_set_local_optimizer_state(const at::Tensor& parameter, const at::Tensor& value,
@@ -143,6 +157,11 @@ void Engine::safe_set_local_optimizer_state(const at::Tensor& parameter, const a
   const ParameterValues values(impl_->state, parameter, "safe_set_local_optimizer_state()");
   require_on_one_stage(impl_->state, {parameter}, "safe_set_local_optimizer_state(): expected no call");
   values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_local(flat, value); });
+  impl_->settings->note_value({.call = "safe_set_local_optimizer_state()",
+                               .parameter = values.name(),
+                               .value = value,
+                               .state = state,
+                               .is_local = true});
 }
 
 }  // namespace ds::engine

@@ -11,6 +11,7 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/device/readback.h"
 #include "core/files/atomic_file.h"
 #include "core/json/parse_json.h"
 #include "dsengine/engine.h"
@@ -38,18 +39,22 @@ pipeline::BatchSource source_of(Engine::Impl& impl, std::shared_ptr<DataLoader> 
 }
 
 // Returns the mean loss of the micro-batches, which ranks of the last stage have, as a scalar on all ranks: float64 for
-// a float64 model, else float32.
-at::Tensor mean_of_all(const ModelState& state, const std::vector<at::Tensor>& losses) {
+// a float64 model, else float32. `beside`: float64 [n], which is added up over all ranks with it; undefined: nothing.
+at::Tensor mean_of_all(const ModelState& state, const std::vector<at::Tensor>& losses, const at::Tensor& beside = {}) {
   const Ranks& ranks = state.ranks;
   const at::ScalarType dtype = state.plan.model_dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(dtype).device(ranks.device));
+  const int64_t others = beside.defined() ? beside.numel() : 0;
+  const at::Tensor sums = at::zeros({1 + others}, at::TensorOptions().dtype(at::kDouble).device(ranks.device));
+  const at::Tensor mean = sums.narrow(0, 0, 1);
   if (!losses.empty()) {
     std::vector<at::Tensor> scalars;
     for (const at::Tensor& loss : losses) scalars.push_back(loss.to(dtype).reshape({}));
     mean.copy_(at::stack(scalars).mean() / ranks.part->size());
   }
-  if (ranks.world->size() > 1) ranks.world->all_reduce(mean, comm::ReduceOp::kSum, "loss").wait();
-  return mean.reshape({});
+  if (others > 0) sums.narrow(0, 1, others).copy_(beside);
+  if (ranks.world->size() > 1) ranks.world->all_reduce(sums, comm::ReduceOp::kSum, "loss").wait();
+  if (others > 0) beside.copy_(sums.narrow(0, 1, others));
+  return mean.to(dtype).reshape({});
 }
 
 // Evaluation mode while it lives; then every module has the mode it had. `model` outlives it.
@@ -153,7 +158,12 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
     self.scaled_backward->drop(/*unused=*/true);
     throw;
   }
-  const at::Tensor loss = mean_of_all(self.state, result.losses);
+  at::Tensor settings;
+  if (self.state.pipeline_ranks() > 1) {
+    settings = sent_to(self.state.ranks.device, summable_digest(self.settings->digest(StepSettings::Among::kStages)));
+  }
+  const at::Tensor loss = mean_of_all(self.state, result.losses, settings);
+  self.step->note_stages(settings);
   self.progress.micro_steps += micro_batches;
   self.order.micro_batches.note_batch(micro_batches);
   self.complete_step(loss);

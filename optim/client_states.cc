@@ -8,6 +8,8 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <tuple>
+#include <type_traits>
 #include <typeinfo>
 
 #include "dsengine/fused_optimizers.h"
@@ -137,6 +139,54 @@ GroupOptions group_options_of(const to::OptimizerOptions& options) {
     if constexpr (requires { typed.eps(); }) result.eps = typed.eps();
   });
   return result;
+}
+
+void visit_options(const to::OptimizerOptions& options,
+                   const std::function<void(const char* name, double value)>& visit) {
+  visit("lr", options.get_lr());
+  if (const auto* const lbfgs = dynamic_cast<const to::LBFGSOptions*>(&options)) {
+    constexpr int64_t kNotGiven = -1;
+    visit("max_iter", static_cast<double>(lbfgs->max_iter()));
+    visit("max_eval", static_cast<double>(lbfgs->max_eval().value_or(kNotGiven)));
+    visit("tolerance_grad", lbfgs->tolerance_grad());
+    visit("tolerance_change", lbfgs->tolerance_change());
+    visit("history_size", static_cast<double>(lbfgs->history_size()));
+    visit("line_search_fn", lbfgs->line_search_fn() ? 1.0 : 0.0);
+    return;
+  }
+  with_options(options, [&](const auto& typed) {
+    visit("weight_decay", typed.weight_decay());
+    if constexpr (requires { typed.betas(); }) {
+      visit("beta1", std::get<0>(typed.betas()));
+      visit("beta2", std::get<1>(typed.betas()));
+    }
+    if constexpr (requires { typed.amsgrad(); }) visit("amsgrad", typed.amsgrad());
+    if constexpr (requires { typed.momentum(); }) visit("momentum", typed.momentum());
+    if constexpr (requires { typed.dampening(); }) visit("dampening", typed.dampening());
+    if constexpr (requires { typed.nesterov(); }) visit("nesterov", typed.nesterov());
+    if constexpr (requires { typed.alpha(); }) visit("alpha", typed.alpha());
+    if constexpr (requires { typed.centered(); }) visit("centered", typed.centered());
+    if constexpr (requires { typed.lr_decay(); }) visit("lr_decay", typed.lr_decay());
+    if constexpr (requires { typed.eps(); }) visit("eps", typed.eps());
+  });
+}
+
+int64_t counted_steps(const to::Optimizer& optimizer, const to::OptimizerParamGroup& group) {
+  int64_t sum = 0;
+  for (const at::Tensor& parameter : group.params()) {
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer.state().end() || !found->second) continue;
+    const to::OptimizerParamState& state = *found->second;
+    const auto count = [&]<class State>(const State* /*kind*/) {
+      if (typeid(state) != typeid(State)) return false;
+      sum += static_cast<const State&>(state).step();
+      return true;
+    };
+    count(static_cast<const to::AdamWParamState*>(nullptr)) || count(static_cast<const to::AdamParamState*>(nullptr)) ||
+        count(static_cast<const to::AdagradParamState*>(nullptr)) ||
+        count(static_cast<const to::RMSpropParamState*>(nullptr));
+  }
+  return sum;
 }
 
 void set_group_options(to::OptimizerOptions& options, const GroupOptions& values) {

@@ -6,6 +6,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,13 @@ std::optional<std::vector<ClientState>> states_of_torch(const torch::optim::Opti
 // The options of a group that have a name here; those of a class that is none of torch's: lr. Throws c10::Error where
 // such a class does not say it.
 GroupOptions group_options_of(const torch::optim::OptimizerOptions& options);
+// Calls `visit` with the name and the value of each option of a group that a step reads; a flag is 0 or 1. Of a class
+// that is none of torch's it is lr alone.
+void visit_options(const torch::optim::OptimizerOptions& options,
+                   const std::function<void(const char* name, double value)>& visit);
+// Returns the sum of the steps that states of torch's classes have counted for the parameters of a group; 0 where the
+// optimizer has none of them.
+int64_t counted_steps(const torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group);
 // Into the options, as far as they have them.
 void set_group_options(torch::optim::OptimizerOptions& options, const GroupOptions& values);
 

@@ -1,11 +1,7 @@
 #include "engine/report/non_finite.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -92,25 +88,6 @@ std::string describe_local(const NonFiniteQuestion& question, const std::vector<
     text += cat(" in micro-batch ", local.micro_batch, named ? "" : in_brackets(local.batch));
   }
   return text + and_more(found.size());
-}
-
-// Exchanges one text of each rank; returns them in the order of ranks. Collective. No text is empty or has a NUL in it.
-std::vector<std::string> texts_of_all_ranks(const std::string& text, at::Device device, comm::Communicator& world) {
-  if (world.size() == 1) return {text};
-  const int64_t length = largest_of_ranks(static_cast<int64_t>(text.size()), device, world, "length of what is bad");
-  at::Tensor own = at::zeros({length}, at::kByte);
-  std::memcpy(own.mutable_data_ptr(), text.data(), text.size());
-  own = own.to(device);
-  at::Tensor all = at::empty({length * world.size()}, own.options());
-  world.all_gather(all, own, "what is bad").wait();
-  all = all.to(at::kCPU);
-  const auto* bytes = static_cast<const char*>(all.const_data_ptr());
-  std::vector<std::string> texts;
-  for (int64_t rank = 0; rank < world.size(); ++rank) {
-    const char* begin = bytes + rank * length;
-    texts.emplace_back(begin, strnlen(begin, static_cast<size_t>(length)));
-  }
-  return texts;
 }
 
 // The first stage whose backward gives gradients to a bucket.
@@ -201,7 +178,7 @@ std::string describe_non_finite(const NonFiniteQuestion& question, const std::ve
 std::string explain_non_finite(const ModelState& state, const BatchNotes& batches, const NonFiniteStep& step) {
   std::vector<NonFiniteFacts> ranks;
   const std::string own = to_text(own_facts(state, batches, step.late));
-  for (const std::string& text : texts_of_all_ranks(own, state.ranks.device, *state.ranks.world)) {
+  for (const std::string& text : comm::texts_of_ranks(own, state.ranks.device, *state.ranks.world, "what is bad")) {
     ranks.push_back(non_finite_facts(text));
   }
   const bool own_gradients = state.gradients.reducer->keeps_local() && state.ranks.groups.shards->size() > 1;

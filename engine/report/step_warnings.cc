@@ -42,6 +42,23 @@ void StepWarnings::check_zeros(double norm, bool no_gradient, int64_t step) {
       "learns nothing (is the loss constant, or multiplied by zero?). Momentum and weight decay go on (said once)");
 }
 
+// The mean of ranks is not finite where the loss of any rank is not: the others have nothing to look at.
+void StepWarnings::check_loss(std::optional<double> loss, const BatchNotes& batches, int64_t step) {
+  if (!loss || std::isfinite(*loss)) return;
+  if (state_.ranks.tensor && state_.ranks.tensor->rank() > 0) return;  // it has the loss of the axis' first rank
+  const std::optional<BatchNotes::BadLoss> bad = batches.first_bad_loss();
+  if (!bad || !std::has_single_bit(++bad_losses_)) return;
+  const std::string name = batches.name_of(bad->micro_batch);
+  log::warning(
+      "step ", step, of_engine(), ": rank ", state_.ranks.world->rank(), "'s loss of micro-batch ", bad->micro_batch,
+      name.empty() ? "" : cat(" (", name, ")"), " is ", name_of_non_finite(bad->loss),
+      bad->others == 0 ? "" : cat(", and ", bad->others, " more of this step"),
+      state_.plan.compute_grad_norm ? ", and the gradients are finite" : "", ": the step is applied, and the ",
+      "mean loss of all ranks, which monitors get, is not finite. Is it a mean over nothing, as cross_entropy() ",
+      "of targets that are all ignore_index, or mse_loss() of an empty selection? Give such a batch the loss 0",
+      bad_losses_ > 1 ? cat(" (", bad_losses_, " steps so far)") : "");
+}
+
 bool StepWarnings::looks_at_buffers() const {
   const bool one_only = state_.ranks.part->size() == 1 || state_.ranks.groups.buffers;
   return !warned_of_buffers_ && !one_only && std::has_single_bit(static_cast<uint64_t>(progress_.global_steps));

@@ -29,6 +29,10 @@ class StepWarnings {
   // Warns once where the norm is zero for the second time in a row. `no_gradient`: what check_gradients() has returned
   // for this step.
   void check_zeros(double norm, bool no_gradient, int64_t step);
+  // Warns of a loss of this rank that is not finite in a step that is applied all the same, because its gradients are
+  // finite or nobody has looked: in the first such step, and then in the 2nd, 4th, 8th, ... `loss`: that of the global
+  // batch; nothing: it is not known.
+  void check_loss(std::optional<double> loss, const BatchNotes& batches, int64_t step);
   // Whether the buffers of ranks are to be compared in this step: at steps 1, 2, 4, 8, ..., for running statistics
   // differ from the first step on where they do, and a digest waits for the device.
   bool looks_at_buffers() const;
@@ -50,6 +54,7 @@ class StepWarnings {
   bool judged_by_default_;
   int64_t bad_steps_in_a_row_ = 0;
   int64_t zero_steps_in_a_row_ = 0;
+  uint64_t bad_losses_ = 0;  // steps that were applied with one
   bool warned_of_no_gradient_ = false;
   bool warned_of_zeros_ = false;
   bool warned_of_buffers_ = false;

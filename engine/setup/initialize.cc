@@ -314,6 +314,11 @@ void build_steps(Engine::Impl& impl) {
                                                   .loss_scaler = impl.loss_scaler,
                                                   .batches = impl.batches});
   const bool by_default = impl.config.non_finite_gradients == config::NonFiniteGradients::kAuto;
+  impl.settings.emplace(StepSettingsDeps{.state = impl.state,
+                                         .progress = impl.progress,
+                                         .micro_batches = impl.order.micro_batches,
+                                         .loss_scaler = impl.loss_scaler,
+                                         .schedule = impl.schedule});
   impl.step.emplace(OptimizerStepDeps{.state = impl.state,
                                       .update = *impl.update,
                                       .scaled_backward = *impl.scaled_backward,
@@ -323,6 +328,7 @@ void build_steps(Engine::Impl& impl) {
                                       .watch = *impl.watch,
                                       .reporter = *impl.reporter,
                                       .data = {impl.batches, impl.loader, impl.sampler},
+                                      .settings = *impl.settings,
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,
                                       .may_judge_late = all_may_judge_late(impl)});

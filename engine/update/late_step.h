@@ -57,6 +57,7 @@ class LateStep {
     BatchNotes batches;
     bool no_gradient = false;         // no parameter got a gradient
     bool updated = false;             // its update is launched
+    bool is_bad = false;              // the host has found its norm not finite, and told so
     bool read = false;                // read() has waited for it
     bool told_of_difference = false;  // the log has been told that ranks differ
   };
@@ -72,6 +73,10 @@ class LateStep {
   // Notes that the update of the step is launched.
   void note_update() {
     if (record_) record_->updated = true;
+  }
+  // Notes that the host has found the norm of the step not finite.
+  void note_bad_norm() {
+    if (record_) record_->is_bad = true;
   }
   // Ends a step whose norm only the device knows, and chooses the loss scale of the next one. `loss_scale` is the one
   // in the step's gradients. `bad`: bool [1] on the device, whether the norm is not finite; undefined without a norm.

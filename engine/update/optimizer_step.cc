@@ -29,6 +29,7 @@ constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
 // Begins the comparison along the tensor axis and hands it to StepAgreement in `facts.axis`. `changes`: ModelWatch's
 // digest.
 void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c10::Device device) {
+  const uint64_t settings = facts.settings->digest(StepSettings::Among::kTensorRanks);
   facts.axis = std::make_shared<const AxisAgreement>(AxisFacts{.step = facts.step,
                                                                .delivered = facts.delivered,
                                                                .position = facts.position,
@@ -36,7 +37,8 @@ void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes, c1
                                                                .data = parts.take_data_digest(),
                                                                .changes = facts.changes,
                                                                .axis_changes = changes,
-                                                               .gradient_changes = facts.gradient_changes},
+                                                               .gradient_changes = facts.gradient_changes,
+                                                               .settings = settings},
                                                      parts, device);
 }
 
@@ -107,6 +109,11 @@ void OptimizerStep::run() {
   const int64_t number = deps_.progress.global_steps;
   const std::string report = warnings_.judge(deps_.data.batches, {.number = number, .norm = norm});
   warnings_.check_zeros(norm, warnings_.check_gradients(), number);
+  if (overflow) {
+    late_.note_bad_norm();
+  } else if (!late_.exists()) {  // else the loss is read one step later
+    warnings_.check_loss(deps_.progress.loss, deps_.data.batches, number);
+  }
   if (!drops) apply(norm, scale, clip_once.value_or(0));
   end_fp8_step(/*applied=*/!drops);
   end_step();
@@ -149,8 +156,9 @@ void OptimizerStep::judge_late() {
   std::optional<LateStep::Record> late = late_.take();
   if (!late) return;
   agree(late->agreement, late->updated);
+  const double norm = late->norm.defined() ? late->norm.numbers().item<double>() : 0.0;
+  if (std::isfinite(norm) && !late->is_bad) warnings_.check_loss(deps_.progress.loss, late->batches, late->step);
   if (!late->norm.defined()) return;
-  const auto norm = late->norm.numbers().item<double>();
   warnings_.check_zeros(norm, late->no_gradient, late->step);
   warnings_.judge(late->batches, {.number = late->step, .norm = norm, .loss_scale = late->loss_scale, .late = true});
 }
@@ -188,6 +196,7 @@ void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
 void OptimizerStep::end_step() {
   note_peaks(deps_.state, deps_.progress);
   deps_.scaled_backward.drop();
+  deps_.settings.forget_gradients();
   deps_.state.choose_gradients();
   deps_.update.step_over();
 }
@@ -206,6 +215,7 @@ void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
 void OptimizerStep::forget_gradient_changes() {
   clip_once_.reset();
   gradient_changes_ = 0;
+  deps_.settings.forget_gradients();
 }
 
 StepFacts OptimizerStep::facts() {
@@ -220,6 +230,9 @@ StepFacts OptimizerStep::facts() {
   if (data.sampler) facts.position = digest_of(data.sampler->state());
   facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
+  facts.settings = &deps_.settings;
+  facts.stages = std::exchange(stages_, {});
+  facts.world = state.ranks.world.get();
   const ModelWatch::Digests changes = deps_.watch.take_digests();
   facts.changes = changes.all;
   facts.last_changed = deps_.watch.take_name();

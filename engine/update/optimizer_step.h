@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "config/order/call_order.h"
 #include "data/batch_sampler.h"
@@ -19,6 +20,7 @@
 #include "engine/update/late_step.h"
 #include "engine/update/scaled_backward.h"
 #include "engine/update/step_agreement.h"
+#include "engine/update/step_settings.h"
 #include "engine/update/update.h"
 #include "model/state/model_state.h"
 #include "model/state/model_watch.h"
@@ -45,6 +47,7 @@ struct OptimizerStepDeps {
   ModelWatch& watch;
   Reporter& reporter;
   StepData data;
+  StepSettings& settings;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
   bool judged_by_default = true;                 // the config leaves non_finite_gradients "auto"
   bool may_judge_late = false;                   // every rank can take a scale that only the device knows
@@ -65,9 +68,11 @@ class OptimizerStep {
   // first, and then to the config's own limit (Plan::clip_norm).
   double clip(double max_norm);
   // Notes that the program has changed the reduced gradients of the next step, `times` times.
-  void note_gradient_change(uint64_t times = 1) { gradient_changes_ += times; }
-  // Forgets the changes counted by note_gradient_change() and the norm given to clip(), because their accumulation is
-  // dropped. Does not touch a late step.
+  void note_gradient_change(uint64_t times) { gradient_changes_ += times; }
+  // Notes the sums of summable_digest() of StepSettings::Among::kStages over all ranks, for the next step.
+  void note_stages(at::Tensor sums) { stages_ = std::move(sums); }
+  // Forgets the changes counted by note_gradient_change(), gradients that were set and the norm given to clip(),
+  // because their accumulation is dropped. Does not touch a late step.
   void forget_gradient_changes();
   // Returns the holder of the late step, which is the last step until it is judged (LateStep::exists()).
   LateStep& late() { return late_; }
@@ -101,6 +106,7 @@ class OptimizerStep {
   LateStep late_;
   std::optional<double> clip_once_;  // the norm given to clip(), for the next step
   uint64_t gradient_changes_ = 0;    // those counted by note_gradient_change(), for the next step
+  at::Tensor stages_;                // as note_stages() got them, for the next step
 };
 
 }  // namespace ds::engine

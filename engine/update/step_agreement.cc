@@ -12,11 +12,13 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstring>
+#include <string_view>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/check_time.h"
+#include "model/state/same_on_all_ranks.h"
 
 namespace ds::engine {
 namespace {
@@ -31,6 +33,7 @@ struct AxisPlace {
     kData,
     kAxisChanges,
     kGradientChanges,
+    kSettings,
     kSame,
     kLoss = kSame,
     kDelivered,
@@ -55,6 +58,7 @@ at::Tensor numbers_of(const AxisFacts& facts, c10::Device device) {
   numbers[AxisPlace::kChanges] = static_cast<int64_t>(facts.changes);
   numbers[AxisPlace::kAxisChanges] = static_cast<int64_t>(facts.axis_changes);
   numbers[AxisPlace::kGradientChanges] = static_cast<int64_t>(facts.gradient_changes);
+  numbers[AxisPlace::kSettings] = static_cast<int64_t>(facts.settings);
   at::Tensor result = sent_to(device, host);
   if (facts.data.of_device.defined()) result.select(0, AxisPlace::kData).add_(facts.data.of_device);
   if (facts.loss.defined()) result.select(0, AxisPlace::kLoss).copy_(facts.loss.view(at::kLong));
@@ -76,9 +80,12 @@ uint64_t joined_changes(uint64_t before, const Numbers& numbers) {
   return before * kDigestFactor + static_cast<uint64_t>(numbers[AxisPlace::kChanges]);
 }
 
+constexpr const char* kInSettings = "have different settings of the update";
+
 // Returns in what two ranks differ; null: in nothing.
 const char* difference(const Numbers& a, const Numbers& b) {
   if (a[AxisPlace::kStep] != b[AxisPlace::kStep]) return "are at different steps";
+  if (a[AxisPlace::kSettings] != b[AxisPlace::kSettings]) return kInSettings;
   if (a[AxisPlace::kPosition] != b[AxisPlace::kPosition] || a[AxisPlace::kData] != b[AxisPlace::kData])
     return "got different batches";
   if (!same_loss(a, b)) return "have different losses";
@@ -110,7 +117,8 @@ struct WorldPlace {
     kChanges = kPosition + 2,
     kGradientChanges = kChanges + 2,
     kBuffers = kGradientChanges + 2,
-    kGathers = kBuffers + 2  // of the first group; the others follow
+    kSettings = kBuffers + 2,
+    kGathers = kSettings + 4  // of the first group; the others follow
   };
 };
 
@@ -129,6 +137,14 @@ bool all_equal(const double* sums, int ranks) {
   return static_cast<uint64_t>(ranks) * static_cast<uint64_t>(sums[1]) == sum * sum;
 }
 
+// Puts 32 bits of a digest, in two numbers.
+void put_digest(double* values, uint64_t digest) {
+  put(values, digest & kMask);
+  put(values + 2, digest >> 16 & kMask);
+}
+
+bool digests_equal(const double* sums, int ranks) { return all_equal(sums, ranks) && all_equal(sums + 2, ranks); }
+
 // Puts the verdict of an axis, which the host does not know yet, into `values` on the device.
 void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
@@ -144,8 +160,14 @@ void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
 
 }  // namespace
 
+at::Tensor summable_digest(uint64_t digest) {
+  at::Tensor numbers = at::zeros({4}, at::kDouble);
+  put_digest(numbers.mutable_data_ptr<double>(), digest);
+  return numbers;
+}
+
 AxisAgreement::AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c10::Device device)
-    : world_ranks_(parts.world_ranks) {
+    : ranks_(parts.ranks), world_ranks_(parts.world_ranks) {
   const CheckTime::Scope time;
   const at::Tensor own = numbers_of(facts, device);
   const at::Tensor all = at::empty({own.numel() * parts.ranks->size()}, own.options());
@@ -195,6 +217,7 @@ AxisVerdict AxisAgreement::verdict() const {
     verdict.changes = joined_changes(verdict.changes, other);
     const char* const what = difference(first, other);
     if (what == nullptr || !verdict.problem.empty()) continue;
+    verdict.in_settings = what == kInSettings;
     const int a = world_ranks_.front();
     const int b = world_ranks_[rank];
     verdict.problem =
@@ -220,6 +243,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + WorldPlace::kChanges, folded(facts_.changes));
   put(numbers + WorldPlace::kGradientChanges, folded(facts_.gradient_changes));
   put(numbers + WorldPlace::kBuffers, folded(facts_.buffers));
+  put_digest(numbers + WorldPlace::kSettings, facts_.settings->digest(StepSettings::Among::kDataRanks));
   put(numbers + WorldPlace::kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, WorldPlace::kLoss).copy_(facts_.loss);
@@ -230,6 +254,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
 
 void StepAgreement::begin_reading() {
   if (sums_.defined()) return;
+  if (facts_.stages.defined()) stages_ = Readback(facts_.stages);
   if (ranks_.size() == 1) {
     sums_ = Readback(facts_.loss);
     return;
@@ -252,7 +277,9 @@ std::optional<double> StepAgreement::loss() const {
 }
 
 void StepAgreement::read_axis() {
-  AxisVerdict verdict = std::exchange(facts_.axis, nullptr)->verdict();
+  const auto axis = std::exchange(facts_.axis, nullptr);
+  AxisVerdict verdict = axis->verdict();
+  facts_.axis_in_settings = verdict.in_settings ? &axis->ranks() : nullptr;
   facts_.axis_problem = std::move(verdict.problem);
   facts_.changes = verdict.changes;
 }
@@ -260,17 +287,23 @@ void StepAgreement::read_axis() {
 std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   const CheckTime::Scope time;
   if (facts_.axis) read_axis();
-  if (ranks_.size() == 1) parted = !facts_.axis_problem.empty() && (updated || facts_.changes != 0);
-  require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
   begin_reading();
-  if (ranks_.size() == 1) return loss();
+  if (ranks_.size() == 1) {
+    parted = !facts_.axis_problem.empty() && (updated || facts_.changes != 0);
+    require_same_along_axis(updated);
+    parted = updated && stages_differ();
+    require_same_settings(updated);
+    return loss();
+  }
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   if (numbers[WorldPlace::kAxisProblem] > 0) {
     parted = updated || numbers[WorldPlace::kChanges] > 0;  // of any axis: all ranks say so alike
-    require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
+    require_same_along_axis(updated);
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }
   if (!all_equal(numbers + WorldPlace::kStep, ranks_.size())) explain("are at different steps");
+  parted = updated && (stages_differ() || settings_differ());
+  require_same_settings(updated);
   if (!all_equal(numbers + WorldPlace::kPosition, ranks_.size())) {
     explain(
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
@@ -300,14 +333,36 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   return loss();
 }
 
+void StepAgreement::require_same_along_axis(bool updated) const {
+  if (facts_.axis_in_settings != nullptr) {
+    explain_settings(StepSettings::Among::kTensorRanks, *facts_.axis_in_settings, updated);
+  }
+  require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
+}
+
+void StepAgreement::require_same_settings(bool updated) const {
+  if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
+  if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
+}
+
+bool StepAgreement::settings_differ() const {
+  if (ranks_.size() == 1 || !sums_.defined()) return false;
+  return !digests_equal(sums_.numbers().const_data_ptr<double>() + WorldPlace::kSettings, ranks_.size());
+}
+
+bool StepAgreement::stages_differ() const {
+  return stages_.defined() && !digests_equal(stages_.numbers().const_data_ptr<double>(), facts_.world->size());
+}
+
 bool StepAgreement::differs() const {
+  if (stages_differ()) return true;
   if (ranks_.size() == 1)
     return !facts_.axis_problem.empty() || (facts_.axis && !facts_.axis->verdict().problem.empty());
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](int64_t place) { return all_equal(numbers + place, ranks_.size()); };
   return numbers[WorldPlace::kAxisProblem] > 0 || !equal(WorldPlace::kStep) || !equal(WorldPlace::kPosition) ||
-         !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || gathers_differ();
+         !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || settings_differ() || gathers_differ();
 }
 
 bool StepAgreement::gathers_differ() const {
@@ -325,7 +380,6 @@ bool StepAgreement::buffers_differ() const {
 
 // Every rank's own words, exchanged only now.
 void StepAgreement::explain(const char* what) const {
-  constexpr int64_t kLength = 256;
   std::string own = cat("step ", facts_.step);
   if (facts_.delivered > 0) own += cat(", batch ", facts_.delivered, " of its loader");
   if (facts_.changes != 0) {
@@ -337,18 +391,34 @@ void StepAgreement::explain(const char* what) const {
   own += facts_.gradient_changes == 0 ? ", gradients as reduced"
                                       : cat(", changed gradients (digest ", facts_.gradient_changes, ")");
   if (facts_.gathers != 0) own += cat(", gathered parameters (digest ", facts_.gathers, ")");
-  at::Tensor text = at::zeros({kLength}, at::kByte);
-  std::memcpy(text.mutable_data_ptr(), own.data(), std::min<size_t>(own.size(), kLength - 1));
-  text = text.to(device_);
-  at::Tensor all = at::empty({kLength * ranks_.size()}, text.options());
-  ranks_.all_gather(all, text, "what ranks say of a step").wait();
-  all = all.to(at::kCPU);
+  const std::vector<std::string> words = comm::texts_of_ranks(own, device_, ranks_, "what ranks say of a step");
   std::string list;
-  for (int rank = 0; rank < ranks_.size(); ++rank) {
-    const auto* const words = static_cast<const char*>(all.const_data_ptr()) + kLength * rank;
-    list += cat(rank == 0 ? "" : "; ", "rank ", rank, ": ", words);
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    list += cat(rank == 0 ? "" : "; ", "rank ", rank, ": ", words[rank]);
   }
   throw UsageError(cat("step(): the ranks ", what, ". ", list, " (this is rank ", ranks_.rank(), ")"));
+}
+
+void StepAgreement::explain_settings(StepSettings::Among among, comm::Communicator& ranks, bool updated) const {
+  const std::string own = cat("rank ", facts_.world->rank(), '\n', facts_.settings->lines(among));
+  const std::vector<std::string> texts = comm::texts_of_ranks(own, device_, ranks, "settings of a step");
+  const auto split = [](std::string_view text) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    return std::pair(text.substr(0, end), text.substr(std::min(end + 1, text.size())));
+  };
+  const auto [first_rank, first] = split(texts.front());
+  std::string what = "They are the same by now";
+  for (const std::string& text : texts) {
+    const auto [rank, other] = split(text);
+    if (other == first) continue;
+    what = differing_setting({first_rank, first}, {rank, other});
+    break;
+  }
+  throw UsageError(cat("step(): the ranks have different settings of the update: ", what, ". Set the same on every ",
+                       "rank. What a rank has measured, such as the loss that torch's ReduceLROnPlateauScheduler is ",
+                       "given, has to be averaged over the ranks before it decides. ",
+                       updated ? "The step was applied" : "Nothing was applied", " (this is rank ",
+                       facts_.world->rank(), ")"));
 }
 
 }  // namespace ds::engine

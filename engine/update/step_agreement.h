@@ -14,6 +14,7 @@
 
 #include "core/device/readback.h"
 #include "dsengine/comm.h"
+#include "engine/update/step_settings.h"
 #include "model/state/tensor_parts.h"
 
 namespace ds::engine {
@@ -28,11 +29,13 @@ struct AxisFacts {
   uint64_t changes = 0;           // digest of what the program did to parameters, this rank's parts included
   uint64_t axis_changes = 0;      // digest of what the program did to parameters that are replicated along the axis
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
+  uint64_t settings = 0;          // StepSettings::digest()
 };
 
 // The outcome of the comparison, equal on all ranks of the axis.
 struct AxisVerdict {
-  std::string problem;   // says which two ranks differ, and in what; empty: all agree
+  std::string problem;       // says which two ranks differ, and in what; empty: all agree
+  bool in_settings = false;  // what differs first are settings
   uint64_t changes = 0;  // digest of AxisFacts::changes of all ranks, for StepAgreement; 0: no parameter was changed
 };
 
@@ -51,8 +54,10 @@ class AxisAgreement {
   bool arrived() const { return numbers_.arrived(); }
   // Waits for the numbers and compares them.
   AxisVerdict verdict() const;
+  comm::Communicator& ranks() const { return *ranks_; }
 
  private:
+  std::shared_ptr<comm::Communicator> ranks_;
   std::vector<int> world_ranks_;
   at::Tensor all_;    // int64 [ranks, places]
   Readback numbers_;  // the same numbers on the host
@@ -74,7 +79,17 @@ struct StepFacts {
   // The comparison of this rank's tensor axis, until its verdict is read; null then, and without an axis.
   std::shared_ptr<const AxisAgreement> axis = nullptr;
   std::string axis_problem = {};  // AxisVerdict::problem, once it is read
+  // The ranks of the axis, where they differ in settings, once the verdict is read; else null.
+  comm::Communicator* axis_in_settings = nullptr;
+  const StepSettings* settings = nullptr;  // outlives the comparison
+  // In a pipeline, the sums of summable_digest() over all ranks of the world, on the ranks' device.
+  at::Tensor stages = {};
+  comm::Communicator* world = nullptr;  // all ranks; outlives the comparison
 };
+
+// Returns numbers that tell, once ranks have added them up, whether all of them have the same digest: float64 [4] on
+// the host.
+at::Tensor summable_digest(uint64_t digest);
 
 // One exchange of a few numbers over data-parallel ranks, begun before the step waits for its reductions. Collective.
 class StepAgreement {
@@ -86,7 +101,7 @@ class StepAgreement {
   // same place.
   void begin_reading();
   // Whether the numbers have come: loss() and differs() do not wait then.
-  bool arrived() const { return sums_.arrived() && (!facts_.axis || facts_.axis->arrived()); }
+  bool arrived() const { return sums_.arrived() && stages_.arrived() && (!facts_.axis || facts_.axis->arrived()); }
   // Whether finish() would throw. Waits for the numbers, and exchanges nothing more: all ranks have the same ones.
   bool differs() const;
   // Whether buffers were compared and are not the same on all ranks, which is no error. Called after finish().
@@ -104,14 +119,24 @@ class StepAgreement {
   // Whether, inside any one group of ranks that gather from one another, ranks have gathered different parameters. The
   // numbers have come.
   bool gathers_differ() const;
+  // Whether settings differ among the ranks of the group, or of a pipeline. The numbers have come.
+  bool settings_differ() const;
+  bool stages_differ() const;
+  // Both throw where ranks differ: along this rank's axis in anything, among the others in settings. `updated` as of
+  // finish().
+  void require_same_along_axis(bool updated) const;
+  void require_same_settings(bool updated) const;
   [[noreturn]] void explain(const char* what) const;
+  // Throws with the first setting in which `ranks`, all of which come here, differ.
+  [[noreturn]] void explain_settings(StepSettings::Among among, comm::Communicator& ranks, bool updated) const;
 
   StepFacts facts_;
   comm::Communicator& ranks_;
   at::Device device_;
   at::Tensor values_;
   comm::Work sum_;
-  Readback sums_;  // the added numbers; with one rank, its loss
+  Readback sums_;    // the added numbers; with one rank, its loss
+  Readback stages_;  // StepFacts::stages
 };
 
 }  // namespace ds::engine

@@ -38,7 +38,7 @@ class ShardOptimizer {
   virtual ~ShardOptimizer();
 
   // The learning rate and other options of each parameter group. Change them alike on all ranks, between steps: the
-  // next step uses what they are then.
+  // next step uses what they are then, and throws UsageError on all ranks where they differ.
   std::vector<GroupOptions>& groups() { return groups_; }
   const std::vector<GroupOptions>& groups() const { return groups_; }
   // The number of optimizer steps begun so far, which bias correction uses.

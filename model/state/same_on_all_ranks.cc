@@ -43,26 +43,6 @@ std::map<std::string_view, std::string_view> by_name(std::string_view text) {
   return values;
 }
 
-// The first setting that is not the same, as "zero_optimization.stage: 1 on rank 0, 2 on rank 3".
-std::string differing_setting(std::string_view first, std::string_view other, int rank) {
-  const auto here = by_name(first);
-  const auto there = by_name(other);
-  const auto value = [](const auto& values, std::string_view what) {
-    const auto found = values.find(what);
-    return found == values.end() ? std::string("nothing") : shown_text(found->second);
-  };
-  for (const auto* values : {&here, &there}) {
-    for (const auto& entry : *values) {
-      const std::string of_first = value(here, entry.first);
-      const std::string of_other = value(there, entry.first);
-      if (of_first != of_other) {
-        return cat(shown_text(entry.first), ": ", of_first, " on rank 0, ", of_other, " on rank ", rank);
-      }
-    }
-  }
-  return "their order";
-}
-
 // The first parameter, in the order of the module, that is not the same.
 std::string differing_parameter(std::string_view first, std::string_view other, int rank) {
   const std::vector<Line> here = lines_of(first);
@@ -91,6 +71,25 @@ std::string samples_text(int64_t samples) { return samples == kNotGiven ? "none"
 std::string schedule_text(int64_t given) { return given == 0 ? "none" : "one"; }
 
 }  // namespace
+
+std::string differing_setting(const RankSettings& first, const RankSettings& other) {
+  const auto here = by_name(first.lines);
+  const auto there = by_name(other.lines);
+  const auto value = [](const auto& values, std::string_view what) {
+    const auto found = values.find(what);
+    return found == values.end() ? std::string("nothing") : shown_text(found->second);
+  };
+  for (const auto* values : {&here, &there}) {
+    for (const auto& entry : *values) {
+      const std::string of_first = value(here, entry.first);
+      const std::string of_other = value(there, entry.first);
+      if (of_first != of_other) {
+        return cat(shown_text(entry.first), ": ", of_first, " on ", first.rank, ", ", of_other, " on ", other.rank);
+      }
+    }
+  }
+  return "their order";
+}
 
 std::string config_lines(const config::DsConfig& config) {
   std::map<std::string, std::string> lines;
@@ -128,7 +127,7 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
     }
     if (other[0] != first[0]) {
       const auto [here, there] = both(settings, rank);
-      std::string what = differing_setting(here, there, rank);
+      std::string what = differing_setting({"rank 0", here}, {cat("rank ", rank), there});
       const bool of_config = what.starts_with(kOfConfig);
       if (of_config) what.erase(0, kOfConfig.size());
       throw CommError(cat("ranks disagree: the ", of_config ? "ds_config" : "setup", " of rank ", rank,

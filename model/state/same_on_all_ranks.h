@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "dsengine/comm.h"
 #include "dsengine/config.h"
@@ -23,6 +24,16 @@ struct GivenInputs {
 // Returns a line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's
 // concern.
 std::string config_lines(const config::DsConfig& config);
+
+// The settings of a rank.
+struct RankSettings {
+  std::string_view rank;   // "rank 0"
+  std::string_view lines;  // lines "what<TAB>value"
+};
+
+// Returns the first setting, by name, that two ranks have not alike: "zero_optimization.stage: 1 on rank 0, 2 on rank
+// 3".
+std::string differing_setting(const RankSettings& first, const RankSettings& other);
 
 // Throws CommError, on all ranks of the group, naming the first rank whose parameters (names, shapes, dtypes), settings
 // or inputs differ from rank 0's, and what differs first, by name and with both values: training would hang at the

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "dsengine/optimizer.h"
 #include "tests/pipeline/pipeline_job.h"
 #include "tests/support/borrowed.h"
 
@@ -262,6 +263,30 @@ TEST(PipelineRecovery, PipelinesThatMeasureLayersAreCutAlike) {
     Rank rank{*engine, world.rank()};
     EXPECT_TRUE(std::isfinite(rank.train_step(0)));
   });
+}
+
+// Stages are compared in what they have in common.
+TEST(PipelineRecovery, AnotherRateOnOneStageIsNamedBeforeTheStepIsApplied) {
+  const auto train = [](bool is_wrong) {
+    std::vector<double> losses;
+    run({.config = config_of(2, "1f1b", 1)}, [&](Rank& rank) {
+      const auto set_rate = [&](double rate) { rank.engine.optimizer()->groups()[0].lr = rate; };
+      for (int step = 0; step < 3; ++step) {
+        if (step == 1 && is_wrong) {
+          if (rank.world_rank == 1) set_rate(0.5);
+          EXPECT_THAT(
+              [&] { rank.train_step(step); },
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("lr of parameter group 0: 0.001 on rank 0, 0.5 on rank 1"),
+                                              HasSubstr("Nothing was applied"))));
+          if (rank.world_rank == 1) set_rate(1e-3);
+        }
+        const double loss = rank.train_step(step);
+        if (rank.world_rank == 0) losses.push_back(loss);
+      }
+    });
+    return losses;
+  };
+  EXPECT_EQ(train(true), train(false));
 }
 
 // A layer that computes in float32 whatever autocast says of the rest.

@@ -238,6 +238,31 @@ TEST(NonFiniteBeside, AClientOptimizer) {
   });
 }
 
+// As cross_entropy of targets that are all ignored: NaN, with a gradient of zeros.
+TEST(NonFiniteBeside, ALossThatIsNotFiniteWhoseGradientIsIsToldByItsRank) {
+  for (const int stage : {0, 3}) {
+    SCOPED_TRACE(stage);
+    ::testing::internal::CaptureStderr();
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), small_config(stage, 2), communicator).engine;
+      for (int micro_batch = 0; micro_batch < 4; ++micro_batch) {
+        const at::Tensor loss = model->loss(sample(micro_batch, communicator.rank()));
+        const bool bad = communicator.rank() == 1 && micro_batch == 3;
+        engine->name_batch("text " + std::to_string(micro_batch));
+        engine->backward(bad ? loss * 0 + kNan : loss);
+        engine->step();
+      }
+      EXPECT_TRUE(engine->was_step_applied());
+      EXPECT_FALSE(engine->fp32_state_dict().front().second.isnan().any().item<bool>());
+    });
+    const std::string text = ::testing::internal::GetCapturedStderr();
+    EXPECT_THAT(text,
+                HasSubstr("step 2: rank 1's loss of micro-batch 1 (text 3) is nan, and the gradients are finite"));
+    EXPECT_THAT(text, ::testing::Not(HasSubstr("rank 0's loss")));
+  }
+}
+
 TEST(NonFiniteBeside, WithoutANormNothingIsJudged) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     ordered_json config = small_config(2, 1);

@@ -2,8 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <string>
+
 #include "core/check.h"
 #include "core/split/split_tensor.h"
+#include "dsengine/optimizer.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {
@@ -48,6 +51,38 @@ TEST(TensorParallelAgreement, AnotherLossOnOneRank) {
     engine->backward(net->forward(batch.tokens, batch.targets) * (world.rank() + 1));
     EXPECT_THAT([&] { engine->step(); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("ranks 0 and 1 of one tensor axis have different losses"))));
+  });
+}
+
+TEST(TensorParallelAgreement, AnotherRateOnOneRankIsNamedBeforeTheStepIsApplied) {
+  const GptRun run{.tensor = 2, .data = 2, .stage = 1};
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    const auto step = [&] {
+      const GptBatch batch = gpt_batch(0, engine->communicator().rank(), run.model);
+      engine->backward(net->forward(batch.tokens, batch.targets));
+      engine->step();
+    };
+    step();
+    const auto set_rate = [&](double rate) { engine->optimizer()->groups()[0].lr = rate; };
+    if (world.rank() == 3) set_rate(0.5);
+    if (world.rank() < 2) {
+      EXPECT_THAT(step, ThrowsMessage<UsageError>(HasSubstr("ranks of another tensor axis")));
+    } else {
+      EXPECT_THAT(step,
+                  ThrowsMessage<UsageError>(AllOf(HasSubstr("lr of parameter group 0: 0.002 on rank 2, 0.5 on rank 3"),
+                                                  HasSubstr("Nothing was applied"))));
+    }
+    // Both ranks of an axis: the data-parallel ranks of each have two rates.
+    if (world.rank() >= 2) set_rate(0.5);
+    const int own = world.rank() % 2;
+    EXPECT_THAT(step,
+                ThrowsMessage<UsageError>(HasSubstr("lr of parameter group 0: 0.002 on rank " + std::to_string(own) +
+                                                    ", 0.5 on rank " + std::to_string(own + 2))));
+    set_rate(0.002);
+    step();
+    EXPECT_EQ(engine->global_steps(), 2);
   });
 }
 

@@ -1,0 +1,128 @@
+#include "engine/update/step_settings.h"
+
+#include <array>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <vector>
+
+#include "checkpoint/block_checksum.h"
+#include "core/text.h"
+#include "core/text_hash.h"
+#include "optim/client_states.h"
+
+namespace ds::engine {
+namespace {
+
+constexpr int64_t kNoGroup = -1;
+
+// Mixes all bits of `value` into all bits of the digest (the finalizer of SplitMix64).
+uint64_t joined_digest(uint64_t digest, uint64_t value) {
+  uint64_t bits = digest * 0x9E3779B97F4A7C15 + value;
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB;
+  return bits ^ (bits >> 31);
+}
+
+// The shortest text that reads back as the same number, because ranks may differ in the last digit.
+std::string exact_text(double value) {
+  std::array<char, 32> text{};
+  char* const end = text.data() + text.size();
+  constexpr double kLargestCount = 1e15;
+  const bool is_count = std::abs(value) < kLargestCount && std::floor(value) == value;
+  return {text.data(), is_count ? std::to_chars(text.data(), end, static_cast<int64_t>(value)).ptr
+                                : std::to_chars(text.data(), end, value, std::chars_format::general).ptr};
+}
+
+}  // namespace
+
+void StepSettings::note_value(const SetValue& set) {
+  if (deps_.state.ranks.world->size() == 1) return;
+  // Parts are equal only where each rank has all of a parameter.
+  if (set.is_local && deps_.state.plan.partition_optimizer) return;
+  const at::Tensor host = set.value.detach().to(at::kCPU).contiguous();
+  const uint64_t checksum = checkpoint::checksum(host.const_data_ptr(), host.nbytes());
+  const std::string call = set.call;
+  const std::string name =
+      cat(call.substr(0, call.find('(')), "(", set.parameter, set.state.empty() ? "" : ", ", set.state, ")");
+  values_[name] = {.digest = joined_digest(fnv1a(name), checksum),
+                   .text = cat("values of norm ", exact_text(host.to(at::kDouble).norm().item<double>()), ", checksum ",
+                               checkpoint::to_hex(checksum)),
+                   .is_local = set.is_local,
+                   .is_gradient = set.is_gradient};
+}
+
+void StepSettings::forget_gradients() {
+  std::erase_if(values_, [](const auto& one) { return one.second.is_gradient; });
+}
+
+bool StepSettings::compares(const Kept& kept, Among among) {
+  return among == Among::kDataRanks || (among == Among::kTensorRanks && !kept.is_local);
+}
+
+template <class Use>
+void StepSettings::visit_groups(Among among, const Use& use) const {
+  const ModelOptimizer& optimizer = deps_.state.optimizer;
+  int64_t group = 0;
+  if (optimizer.client) {
+    if (among == Among::kStages) return;
+    for (const torch::optim::OptimizerParamGroup& one : optimizer.client->param_groups()) {
+      optimizers::visit_options(one.options(), [&](const char* what, double value) { use(what, value, group); });
+      if (optimizer.steps_on_parameters()) {
+        use("steps of all states", static_cast<double>(optimizers::counted_steps(*optimizer.client, one)), group);
+      }
+      ++group;
+    }
+    return;
+  }
+  if (!optimizer.own) return;
+  const std::vector<optimizers::GroupOptions>& groups = optimizer.own->groups();
+  if (among == Among::kStages && groups.size() > 1) return;
+  for (const optimizers::GroupOptions& one : groups) {
+    use("lr", one.lr, group);
+    use("weight_decay", one.weight_decay, group);
+    use("beta1", one.beta1, group);
+    use("beta2", one.beta2, group);
+    use("momentum", one.momentum, group);
+    use("eps", one.eps, group);
+    use("non_freeze", one.non_freeze ? 1.0 : 0.0, group);
+    ++group;
+  }
+}
+
+template <class Use>
+void StepSettings::visit(Among among, const Use& use) const {
+  use("gradient_accumulation_steps", static_cast<double>(deps_.micro_batches.per_update()), kNoGroup);
+  use("micro-batches counted by step()", static_cast<double>(deps_.progress.micro_steps), kNoGroup);
+  if (deps_.loss_scaler) use("loss scale", deps_.loss_scaler->scale(), kNoGroup);
+  if (deps_.schedule) {
+    use("last_batch_iteration of the lr scheduler", static_cast<double>(deps_.schedule->last_batch_iteration()),
+        kNoGroup);
+  }
+  visit_groups(among, use);
+}
+
+uint64_t StepSettings::digest(Among among) const {
+  // The number of the step makes the digests of two settings differ in another way at each step.
+  auto digest = static_cast<uint64_t>(deps_.progress.global_steps);
+  visit(among, [&](const char* /*what*/, double value, int64_t /*group*/) {
+    digest = joined_digest(digest, std::bit_cast<uint64_t>(value));
+  });
+  for (const auto& [name, kept] : values_) {
+    if (compares(kept, among)) digest = joined_digest(digest, kept.digest);
+  }
+  return digest;
+}
+
+std::string StepSettings::lines(Among among) const {
+  std::string text;
+  visit(among, [&](const char* what, double value, int64_t group) {
+    text += cat(what, group == kNoGroup ? "" : cat(" of parameter group ", group), '\t', exact_text(value), '\n');
+  });
+  for (const auto& [name, kept] : values_) {
+    if (compares(kept, among)) text += cat(name, '\t', kept.text, '\n');
+  }
+  return text;
+}
+
+}  // namespace ds::engine
