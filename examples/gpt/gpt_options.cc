@@ -41,8 +41,7 @@ void add_run_options(CLI::App& app, GptOptions& options) {
       ->required();
   app.add_option("--data", options.data,
                  "A text file, or a folder of them (its first 32 MiB); default: the environment variable DS_GPT_DATA, "
-                 "else the C++ "
-                 "headers of LibTorch");
+                 "else the prose that comes with this program");
   app.add_option("--steps", options.steps, "Optimizer steps in all, those before a loaded checkpoint included")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--init", options.init, "Start from these weights (safetensors) instead of the seed's");

@@ -20,8 +20,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kDefaultFolder = DS_GPT_DEFAULT_DATA;
 constexpr const char* kVariable = "DS_GPT_DATA";
+
+// The prose that comes with the program: the build and the installation have it in share/ beside the program's folder.
+fs::path default_text() {
+  return fs::read_symlink("/proc/self/exe").parent_path().parent_path() / "share/dsengine/text/king_james.txt";
+}
 
 struct Child {
   std::string name;
@@ -30,7 +34,7 @@ struct Child {
 };
 
 // The visible files and folders of a folder by name; links to files count as files, links to folders are left out. Asks
-// for sizes relative to the open folder: a third of the time that whole paths take, and LibTorch has 9,000 headers.
+// for sizes relative to the open folder: a third of the time that whole paths take.
 std::vector<Child> children_of(const std::string& path) {
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
   require<ds::IoError>(folder != nullptr, path, ": cannot read the folder: ", std::generic_category().message(errno));
@@ -78,12 +82,10 @@ TextCorpus TextCorpus::open_or_default(const std::optional<std::string>& data_op
       throw ds::IoError(cat("environment variable ", kVariable, ": ", error.what()));
     }
   }
-  require<ds::IoError>(
-      fs::is_directory(kDefaultFolder), kDefaultFolder,
-      ": the default text, the headers of the LibTorch this program was built with, is not there; pass --data "
-      "FILE|DIR or set ",
-      kVariable);
-  return open(kDefaultFolder);
+  const std::string text = default_text();
+  require<ds::IoError>(fs::exists(text), text,
+                       ": the text that comes with the examples is not there; pass --data FILE|DIR or set ", kVariable);
+  return open(text);
 }
 
 void TextCorpus::add_file(std::string path, int64_t bytes, int64_t limit) {

@@ -18,8 +18,8 @@ class TextCorpus {
   // ones left out, up to `folder_limit` bytes. Throws ds::IoError when there is nothing to read.
   static TextCorpus open(const std::string& path, int64_t folder_limit = kFolderLimit);
 
-  // --data, else the environment variable DS_GPT_DATA, else the C++ headers of the LibTorch this program was built
-  // with. Throws ds::IoError saying which of them is wrong.
+  // --data, else the environment variable DS_GPT_DATA, else the prose that comes with the program: a mebibyte of the
+  // King James Bible. Throws ds::IoError saying which of them is wrong.
   static TextCorpus open_or_default(const std::optional<std::string>& data_option);
 
   // Tokens.

@@ -29,12 +29,14 @@ bool has_ranks_of_gpus(const Options& options, const std::optional<std::vector<i
   return slots || options.count_is_gpus || !options.num_procs;
 }
 
-// Cores that threads can really use: physical ones, no more than the control group's quota of CPU time.
-int usable_cores(const std::vector<Core>& cores) {
-  const int physical = static_cast<int>(physical_cores(cores).size());
-  const int quota = cpu_quota();
-  return quota > 0 ? std::min(physical, quota) : physical;
+// `cores`, but no more than the control group's quota of CPU time.
+int within_quota(size_t cores, const std::filesystem::path& root = "/") {
+  const int quota = cpu_quota(root);
+  return quota > 0 ? std::min(static_cast<int>(cores), quota) : static_cast<int>(cores);
 }
+
+// Cores that threads can really use: physical ones.
+int usable_cores(const std::vector<Core>& cores) { return within_quota(physical_cores(cores).size()); }
 
 GpuList gpus_here(const std::vector<std::string>& environment) {
   return visible_gpus(environment_value(environment, "CUDA_VISIBLE_DEVICES"), count_gpu_devices());
@@ -85,11 +87,11 @@ int count_local_gpus(const std::vector<std::string>& environment) {
   return static_cast<int>(gpus_here(environment).size());
 }
 
-int count_local_cores() { return static_cast<int>(allowed_cores().size()); }
+int count_local_cores(const std::filesystem::path& root) { return within_quota(allowed_cores().size(), root); }
 
 int count_local_slots(const std::vector<std::string>& environment) {
   const int gpus = count_local_gpus(environment);
-  return gpus > 0 ? gpus : count_local_cores();
+  return gpus > 0 ? gpus : static_cast<int>(allowed_cores().size());
 }
 
 int count_ranks_here(const Options& options, const std::vector<std::string>& environment) {

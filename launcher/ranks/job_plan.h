@@ -1,6 +1,7 @@
 // Makes the plan of a Job on this machine from the options.
 #pragma once
 
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,9 +35,11 @@ std::string find_program_in(const Options& options, const std::vector<std::strin
 // there are none.
 int count_local_slots(const std::vector<std::string>& environment);
 
-// The numbers of visible GPUs and of cores of this machine.
+// The number of visible GPUs of this machine.
 int count_local_gpus(const std::vector<std::string>& environment);
-int count_local_cores();
+// The number of cores that this process may use, no more than the control group's quota of CPU time (the CPU limit of a
+// container).
+int count_local_cores(const std::filesystem::path& root = "/");
 // The number of ranks that plan_job() will start here without slots.
 int count_ranks_here(const Options& options, const std::vector<std::string>& environment);
 

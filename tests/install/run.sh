@@ -14,6 +14,12 @@ cmake --build "$scratch/foreign" --parallel 2
 "$scratch/prefix/bin/ds-tool" bench --max 4K >>"$scratch/tool.log"
 "$scratch/prefix/bin/ds-tool" report >"$scratch/report.log"
 grep -q '^  libtorch  *[0-9]' "$scratch/report.log"
+# The example GPT is installed when it is asked for, and finds its text from where it is then.
+[ ! -e "$scratch/prefix/bin/gpt" ]
+cmake --install "$build" --prefix "$scratch/prefix" --component Examples >>"$scratch/install.log"
+env -u DS_GPT_DATA "$scratch/prefix/bin/gpt" --deepspeed_config "$scratch/prefix/share/dsengine/configs/zero2.json" \
+  --layers 1 --hidden 32 --seq_len 32 --steps 1 --generate 0 >"$scratch/gpt.log"
+grep -q 'prefix/share/dsengine/text/king_james.txt (1 files, 1048576 bytes)' "$scratch/gpt.log"
 
 # --- a project with a find_package(Torch) of its own ---
 torch=$(sed -n 's/^LibTorch_INCLUDE_DIR:PATH=//p' "$build/CMakeCache.txt")

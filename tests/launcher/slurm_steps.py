@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """usage: slurm_steps.py BUILD SCRATCH SOURCE
 
-The GPT of examples/gpt as a step of SLURM on two hosts: by srun alone, by ds-launch --launcher slurm, by a ds-launch on each
-host, and by mpirun inside a job. SLURM's daemons run on the hosts of the test only, with a key and folders of their own.
+The GPT of examples/gpt as a step of SLURM on two hosts: by srun alone, by examples/train.sbatch, by ds-launch --launcher slurm,
+by a ds-launch on each host, and by mpirun inside a job. SLURM's daemons run on the hosts of the test only, with a key and folders of their own.
 """
 import os
 import signal
 import subprocess
 
 import hosts
-from hosts import LAUNCH, SCRATCH, expect, find_program, wait_until, write
+from hosts import LAUNCH, SCRATCH, SOURCE, expect, find_program, wait_until, write
 from small_gpt import expect_same_losses, gpt
 
 HOSTS = hosts.names_of(2)
@@ -51,6 +51,14 @@ def test_srun():
 
 def test_two_tasks_of_a_host():
     train("one_host", ["srun", "-N", "1", "-n", "2", *gpt("one_host")])
+
+
+def test_the_script_for_sbatch():
+    """Its own words ask for more hosts and tasks than there are here."""
+    train("batch", ["sbatch", "--wait", "--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1", "-o", f"{SCRATCH}/batch.log",
+                    f"{SOURCE}/examples/train.sbatch", *gpt("batch")])
+    with open(f"{SCRATCH}/batch.log") as file:
+        expect("this job has no secret" not in file.read(), "the ranks of examples/train.sbatch have no secret")
 
 
 def test_ds_launch():

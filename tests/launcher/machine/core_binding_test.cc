@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/cgroup.h"
+#include "launcher/ranks/job_plan.h"
 #include "tests/support/thrown.h"
 
 namespace ds::launcher {
@@ -98,6 +99,13 @@ TEST_F(SampleMachine, ReadsTheQuotaOfVersionTwo) {
   EXPECT_EQ(cpu_quota(root_), 0);
   write("sys/fs/cgroup/job/1/cpu.max", "250000 100000\n");
   EXPECT_EQ(cpu_quota(root_), 3);
+}
+
+TEST_F(SampleMachine, CountsNoMoreCoresThanTheQuotaPaysFor) {
+  EXPECT_EQ(count_local_cores(root_), static_cast<int>(allowed_cores().size()));
+  write("proc/self/cgroup", "0::/\n");
+  write("sys/fs/cgroup/cpu.max", "100000 100000\n");
+  EXPECT_EQ(count_local_cores(root_), 1);
 }
 
 TEST_F(SampleMachine, ReadsTheQuotaOfVersionOne) {
