@@ -100,4 +100,6 @@ foreach(name dsengine dsengine-torch)
   install(FILES ${_ds_made}/${name}.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig COMPONENT Development)
 endforeach()
 
-include(Packages)
+if(PROJECT_IS_TOP_LEVEL)
+  include(Packages)
+endif()

@@ -33,12 +33,11 @@ set(_ds_debian_Core libdsengine0)
 set(_ds_debian_Cuda libdsengine0-cuda)
 set(_ds_debian_Development libdsengine-dev)
 set(_ds_debian_Tools dsengine-tools)
-set(CPACK_COMPONENT_CORE_DESCRIPTION "Training engine for C++ on LibTorch: shared library\n${_ds_needs_torch}")
-set(CPACK_COMPONENT_CUDA_DESCRIPTION "Training engine for C++ on LibTorch: its part for GPUs\n${_ds_needs_torch}")
+set(CPACK_COMPONENT_CORE_DESCRIPTION "The shared library.\n.\n${_ds_needs_torch}")
+set(CPACK_COMPONENT_CUDA_DESCRIPTION "The part for GPUs, which programs open when their device is cuda.\n.\n${_ds_needs_torch}")
 set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION
-    "Training engine for C++ on LibTorch: headers\nFor find_package(dsengine) and pkg-config.\n.\n${_ds_needs_torch}")
-set(CPACK_COMPONENT_TOOLS_DESCRIPTION "Training engine for C++ on LibTorch: ds-launch, ds-tool and a first program\n\
-ds-launch and most commands of ds-tool do without LibTorch.\n.\n${_ds_needs_torch}")
+    "Headers, and what find_package(dsengine) and pkg-config read.\n.\n${_ds_needs_torch}")
+set(CPACK_COMPONENT_TOOLS_DESCRIPTION "ds-launch, ds-tool and a first program. ds-launch and most commands of ds-tool do without LibTorch.\n.\n${_ds_needs_torch}")
 foreach(component IN LISTS _ds_components)
   install(FILES ${_ds_made}/copyright DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/${_ds_debian_${component}}
           COMPONENT ${component})
@@ -46,7 +45,10 @@ endforeach()
 
 # --- Debian ---
 # Their libraries are those of the Debian that builds them, so each release has packages of its own.
-file(STRINGS /etc/os-release _ds_os REGEX "^(ID|VERSION_ID)=")
+set(_ds_os "")
+if(EXISTS /etc/os-release)
+  file(STRINGS /etc/os-release _ds_os REGEX "^VERSION_ID=")
+endif()
 string(REGEX REPLACE "[^0-9]" "" _ds_os_version "${_ds_os}")
 set(_ds_debian_version "${CPACK_PACKAGE_VERSION}-1~deb${_ds_os_version}")
 set(CPACK_DEB_COMPONENT_INSTALL ON)
