@@ -1,6 +1,7 @@
 # make train    a GPT trains on real text, on each GPU or on two ranks of the CPU, through ds-launch
 # make test     builds everything and runs all tests
 # make build    builds into build/release (binaries in build/release/bin); make benchmarks builds what measures
+# make package  builds Debian packages and a tarball in build/package/packages
 # make clean    removes build/ (keeps the installed LibTorch in .deps/)
 # All set-up is done by scripts/setup, which installs only what is missing; servers that tests start, only for make test.
 PRESET ?= release
@@ -19,7 +20,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 setup:
 	@$(SETUP)
@@ -44,7 +45,10 @@ benchmarks:
 	@$(SETUP) benchmarks
 	@$(MAKE) --no-print-directory build TARGETS=ds_benchmarks
 
+package:
+	@$(MAKE) --no-print-directory build PRESET=package TARGETS=ds_packages
+
 clean:
 	@rm -rf build
 
-.PHONY: help setup build train test benchmarks clean
+.PHONY: help setup build train test benchmarks package clean

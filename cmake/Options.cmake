@@ -7,6 +7,7 @@ option(DS_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
 option(DS_WERROR "Warnings are errors: for the project's developers and CI, whose compilers are known (preset dev)" OFF)
+option(DS_RELOCATABLE "An installation names no folder of this machine, as packages want it (preset package)" OFF)
 # Every source with LibTorch's headers pays 5 s for instantiating their templates; sources compiled together pay once.
 option(DS_UNITY_BUILD "Compile several sources of a target together (halves a full build)" ON)
 set(CMAKE_UNITY_BUILD ${DS_UNITY_BUILD})

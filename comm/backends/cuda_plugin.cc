@@ -16,16 +16,33 @@ namespace {
 constexpr const char* kLibrary = "libdsengine_cuda.so";
 constexpr const char* kLibraryVariable = "DS_CUDA_LIBRARY";
 
-std::string folder_of_this_library() {
+// The folder of the library that a function is in; empty where it is not known.
+std::string folder_of_library(const void* function) {
   Dl_info info{};
-  if (::dladdr(reinterpret_cast<const void*>(&cuda_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
+  if (::dladdr(function, &info) == 0 || info.dli_fname == nullptr) return {};
   return std::filesystem::path(info.dli_fname).parent_path().string();
 }
 
 std::vector<std::string> places() {
   const char* const given = std::getenv(kLibraryVariable);
   if (given != nullptr && *given != '\0') return {given};
-  return {cat(folder_of_this_library(), "/", kLibrary), kLibrary};
+  return {cat(folder_of_library(reinterpret_cast<const void*>(&cuda_plugin)), "/", kLibrary), kLibrary};
+}
+
+// Opens a library; null with the reason where it cannot be. An installed one names no folder of LibTorch's: what it
+// misses is found by opening libtorch_cuda.so first, the one beside the libtorch_cpu.so that is loaded.
+void* open_library(const std::string& path, std::string& reason) {
+  constexpr int kMode = RTLD_NOW | RTLD_LOCAL;
+  void* library = ::dlopen(path.c_str(), kMode);
+  if (library != nullptr) return library;
+  reason = ::dlerror();
+  const std::string torch_cuda =
+      folder_of_library(reinterpret_cast<const void*>(&at::detail::getCUDAHooks)) + "/libtorch_cuda.so";
+  std::error_code ignored;
+  if (reason.starts_with(path + ":") || !std::filesystem::exists(torch_cuda, ignored)) return nullptr;
+  if (::dlopen(torch_cuda.c_str(), kMode) != nullptr) library = ::dlopen(path.c_str(), kMode);
+  if (library == nullptr) reason = ::dlerror();
+  return library;
 }
 
 // An NVIDIA GPU of Linux, or of Linux under Windows.
@@ -73,9 +90,10 @@ const CudaPlugin* open_cuda_plugin(const std::vector<std::string>& paths) {
   std::string reasons;
   void* library = nullptr;
   for (const std::string& path : paths) {
-    library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    std::string reason;
+    library = open_library(path, reason);
     if (library != nullptr) break;
-    reasons += cat(reasons.empty() ? "" : "; ", ::dlerror());
+    reasons += cat(reasons.empty() ? "" : "; ", reason);
   }
   require<ConfigError>(
       library != nullptr, "device cuda needs ", kLibrary, ", which cannot be loaded (", reasons,

@@ -1,5 +1,6 @@
 #include "comm/job/joined_job.h"
 
+#include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include "comm/meeting/rendezvous_address.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/torch_version/loaded_torch.h"
 #include "core/without_stack.h"
 
 namespace ds::engine {
@@ -65,6 +67,7 @@ void introduce_rank(const comm::Rendezvous& meeting) {
 }
 
 std::shared_ptr<JoinedJob> JoinedJob::join(const std::string& init_method, std::chrono::milliseconds timeout) {
+  require_same_torch_minor(TORCH_VERSION, loaded_torch_version());
   const comm::RendezvousAddress address = comm::parse_rendezvous(init_method, comm::process_environment);
   if (address.place == comm::MeetingPlace::kAlone) {
     return std::make_shared<JoinedJob>(comm::rendezvous({.init_method = init_method, .timeout = timeout}));

@@ -2,11 +2,15 @@
 # usage: run.sh BUILD SCRATCH SOURCE
 set -euo pipefail
 build=$1 scratch=$2 source=$3
+# Nothing is compiled twice: headers change seldom.
+launcher=()
+if command -v ccache >/dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 rm -rf "$scratch/prefix" "$scratch/foreign" "$scratch"/torch_*
 cmake --install "$build" --prefix "$scratch/prefix" >"$scratch/install.log"
-cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
+cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release \
+  "${launcher[@]}"
 cmake --build "$scratch/foreign" --parallel 2
-"$scratch/foreign/train_one_step"
+cmake --build "$scratch/foreign" --target launch
 "$scratch/foreign/own_names"
 # One folder of ours on a program's include path.
 [ "$(ls "$scratch/prefix/include")" = dsengine ]
@@ -29,7 +33,7 @@ configure_with_torch() { # ORDER [OPTION...]
   local order=$1
   shift
   cmake -S "$source/project_with_torch" -B "$scratch/torch_$order" -DORDER="$order" -DCMAKE_BUILD_TYPE=Debug \
-    -DCMAKE_PREFIX_PATH="$scratch/prefix" "$@"
+    -DCMAKE_PREFIX_PATH="$scratch/prefix" "${launcher[@]}" "$@"
 }
 
 expect_told() { # LOG TEXT, whichever way CMake has broken its lines
@@ -44,6 +48,36 @@ expect_told() { # LOG TEXT, whichever way CMake has broken its lines
 configure_with_torch component
 cmake --build "$scratch/torch_component"
 "$scratch/torch_component/uses_both"
+
+# So does the line of pkg-config, of the same sources.
+export PKG_CONFIG_PATH="$scratch/prefix/lib/pkgconfig:$(echo "$scratch"/prefix/lib/*/pkgconfig)"
+for source_file in own_library uses_both; do
+  ${launcher:+ccache} g++ -std=c++20 -c "$source/project_with_torch/$source_file.cc" -o "$scratch/$source_file.o" $(pkg-config --cflags dsengine)
+done
+g++ "$scratch/own_library.o" "$scratch/uses_both.o" -o "$scratch/pkg_config_uses_both" $(pkg-config --libs dsengine)
+"$scratch/pkg_config_uses_both"
+
+# The first example comes ready to run, with a config of its own.
+mkdir -p "$scratch/empty"
+(cd "$scratch/empty" && "$scratch/prefix/bin/first_step") >"$scratch/first_step.log" 2>&1
+grep -q '^step 300  loss 0\.0' "$scratch/first_step.log"
+grep -q 'takes the one in .*/01_first_step$' "$scratch/first_step.log"
+
+# A LibTorch of another minor version is refused where a program starts and where one is configured.
+other=$scratch/other_minor
+mkdir -p "$other/lib" "$other/include/torch/headeronly" "$other/include/torch/csrc/api/include/torch"
+touch "$other/lib/libtorch_cpu.so" "$other/lib/libc10.so" "$other/include/torch/csrc/api/include/torch/torch.h"
+printf '#define TORCH_VERSION_%s\n' 'MAJOR 2' 'MINOR 99' 'PATCH 0' >"$other/include/torch/headeronly/version.h"
+if Torch_ROOT=$other "$scratch/prefix/bin/first_step" >"$scratch/other.log" 2>&1; then
+  echo "run.sh: expected an error of first_step beside LibTorch 2.99" >&2
+  exit 1
+fi
+expect_told other "expected it in Torch_ROOT ($other), found 2.99"
+if configure_with_torch component -B "$scratch/torch_other_minor" -DTorch_ROOT="$other" >"$scratch/other.log" 2>&1; then
+  echo "run.sh: expected an error of find_package(dsengine) with LibTorch 2.99" >&2
+  exit 1
+fi
+expect_told other "found 2.99.0 in $other/include. Set Torch_ROOT to a LibTorch"
 
 # Two LibTorch in one program are refused, by name.
 if configure_with_torch component -B "$scratch/torch_two" -DTorch_ROOT="$torch" -DTorch_DIR="$scratch/torch_other/share/cmake/Torch" \
