@@ -4,11 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "core/making_process.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {
@@ -44,6 +46,13 @@ class WorkState {
   virtual void wait() = 0;
 };
 
+// What a group shares with all groups that are made from it.
+struct GroupFamily {
+  std::atomic<int64_t> step{0};        // the engine's, as it was noted last; 0: none was
+  std::atomic<const char*> phase{""};  // the phase that was noted last: "backward"; empty: none was
+  MakingProcess process;               // has the threads that carry operations out
+};
+
 // One operation, as implementations, counters and recorders see it.
 struct Collective {
   CollectiveKind kind = CollectiveKind::kBarrier;
@@ -55,6 +64,7 @@ struct Collective {
   std::vector<int64_t> input_splits;   // all_to_all with uneven splits along dimension 0; empty = even
   std::vector<int64_t> output_splits;  // uneven splits of the output
   int64_t step = 0;                    // number of the engine's step, from 1; 0: not known
+  const char* phase = "";              // what the program does: GroupFamily::phase
   std::string label;                   // parameter or bucket it belongs to, the same on all ranks; in errors
   std::vector<std::shared_ptr<OperationTimer>> timers = {};
 };

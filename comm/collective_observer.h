@@ -28,6 +28,9 @@ class CollectiveObserver {
   // before it, whoever measures adds to `collective.timers`. May throw CommError instead of issuing.
   virtual Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) = 0;
 
+  // Returns the text with which all operations are to end, those under way too; empty: there is no such verdict.
+  virtual std::string verdict() const { return {}; }
+
   // Notes what the program does from now on: "backward", "step", ...; micro_step -1: none.
   virtual void phase(const char* name, int64_t step, int64_t micro_step) = 0;
 };

@@ -78,7 +78,7 @@ int64_t CommCounters::total_bytes_sent() const {
 }
 
 Communicator::Communicator(int rank, int size, std::string name)
-    : rank_(rank), size_(size), name_(std::move(name)), step_(std::make_shared<std::atomic<int64_t>>(0)) {
+    : rank_(rank), size_(size), name_(std::move(name)), family_(std::make_shared<GroupFamily>()) {
   require(size > 0 && rank >= 0 && rank < size, "communicator ", name_, ": expected a rank in [0, ", size, "), found ",
           rank);
 }
@@ -112,7 +112,7 @@ std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ra
   std::shared_ptr<Communicator> group =
       use == GroupUse::kMessages ? make_message_group(ranks, name) : make_group(ranks, name);
   if (!group) return group;
-  group->step_ = step_;
+  group->family_ = family_;
   for (const Observation& own : observers_) {
     std::vector<int> members;
     for (const int rank : ranks) members.push_back(own.ranks[static_cast<size_t>(rank)]);
@@ -130,14 +130,26 @@ void Communicator::observe_with(std::shared_ptr<CollectiveObserver> observer) {
 }
 
 void Communicator::note_phase(const char* name, int64_t step, int64_t micro_step) const {
-  *step_ = step;
+  family_->step = step;
+  family_->phase = name;
   for (const Observation& own : observers_) own.observer->phase(name, step, micro_step);
+}
+
+std::string Communicator::verdict() const {
+  for (const Observation& own : observers_) {
+    if (std::string text = own.observer->verdict(); !text.empty()) return text;
+  }
+  return {};
 }
 
 void Communicator::keep_watch(std::shared_ptr<FlightWatch> watch) { watch_ = std::move(watch); }
 
 Work Communicator::checked_launch(Collective collective) {
-  collective.step = *step_;
+  require(family_->process.is_this(), about(name_of(collective.kind), collective.label), ": this process was forked ",
+          "from a rank, and has none of the threads that reach the other ranks. Start a program of its own ",
+          "(fork and exec), or let the rank itself do it");
+  collective.step = family_->step;
+  collective.phase = family_->phase;
   count(collective);
   note_memory_write(collective.output);
   return observed_launch(collective, 0);

@@ -14,6 +14,10 @@ namespace ds::engine {
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
+  if (!impl_->process.is_this()) {  // Note [Forked children]
+    static_cast<void>(impl_.release());
+    return;
+  }
   impl_->saves.end();
   if (impl_->step) impl_->step->late().log_unjudged();
   if (impl_->comms) impl_->comms->end();

@@ -10,6 +10,7 @@
 
 #include "config/order/call_order.h"
 #include "core/device/transfer_stream.h"
+#include "core/making_process.h"
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"
@@ -37,6 +38,7 @@ namespace ds::engine {
 
 // Order of members is order of construction; later ones refer to earlier ones. It stays where it was made.
 struct Engine::Impl {
+  MakingProcess process;
   CallOrder order;
   Progress progress;
   Phases phases{progress, order.micro_batches};  // before all that talks to other ranks, so that the watch ends last

@@ -58,15 +58,18 @@ double Engine::clip_grad_norm_(double max_norm) {
   require(self.order.micro_batches.at_boundary() && self.order.scopes.synchronizes(),
           "clip_grad_norm_(): expected the backward() of the ", "last micro-batch of a step, found micro-batch ",
           self.order.micro_batches.done() + 1, " of ", self.order.micro_batches.per_update());
+  const Phases::Scope phase(self.phases, "clip_grad_norm_");
   return self.step->clip(max_norm);
 }
 
 at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
+  const Phases::Scope phase(impl_->phases, "safe_get_full_grad");
   const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
   return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->scaled_backward->loss_scale();
 }
 
 void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
+  const Phases::Scope phase(impl_->phases, "safe_set_full_grad");
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
   values.write_whole(flat, value * impl_->scaled_backward->loss_scale());
@@ -91,6 +94,7 @@ void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& 
 }
 
 at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
+  const Phases::Scope phase(impl_->phases, "safe_get_full_fp32_param");
   impl_->synchronize();
   const ParameterValues values(impl_->state, parameter, "safe_get_full_fp32_param()");
   at::Tensor result;
@@ -107,6 +111,7 @@ at::Tensor Engine::safe_get_local_fp32_param(const at::Tensor& parameter) {
 }
 
 void Engine::safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
+  const Phases::Scope phase(impl_->phases, "safe_set_full_fp32_param");
   change_master(
       *impl_, parameter, "safe_set_full_fp32_param()", [&](const ParameterValues& of, const at::Tensor& master) {
         of.write_whole(master, value);
@@ -124,6 +129,7 @@ void Engine::safe_set_local_fp32_param(const at::Tensor& parameter, const at::Te
 }
 
 at::Tensor Engine::safe_get_full_optimizer_state(const at::Tensor& parameter, const std::string& state) {
+  const Phases::Scope phase(impl_->phases, "safe_get_full_optimizer_state");
   impl_->synchronize();
   const ParameterValues values(impl_->state, parameter, "safe_get_full_optimizer_state()");
   at::Tensor result;

@@ -64,6 +64,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   const at::NoGradGuard no_grad;
   impl_->order.require(Call::kModuleStateDict);
+  const Phases::Scope phase(impl_->phases, "module_state_dict");
   impl_->synchronize();
   return whole_module(impl_->state);
 }
@@ -71,6 +72,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
 std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   const at::NoGradGuard no_grad;
   impl_->order.require(Call::kFp32StateDict);
+  const Phases::Scope phase(impl_->phases, "fp32_state_dict");
   impl_->synchronize();
   return whole_masters(impl_->state);
 }

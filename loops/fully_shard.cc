@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/making_process.h"
 #include "loops/optimizer_states.h"
 #include "loops/sharded_model.h"
 #include "loops/sharded_state.h"
@@ -155,7 +156,7 @@ std::shared_ptr<ShardUnit> ShardUnit::make(const std::shared_ptr<torch::nn::Modu
     units.push_back({unit->module_, reshards_after_forward(unit->options_)});
   }
   auto unit = std::make_shared<ShardUnit>(module, options);
-  unit->own_ = std::make_shared<ShardedModel>(module, options, units, earlier);
+  unit->own_ = make_shared_where_made<ShardedModel>(module, options, units, earlier);
   for (const std::shared_ptr<ShardUnit>& one : inner) {
     one->outer_ = unit->own_;
     one->inner_.clear();

@@ -285,7 +285,9 @@ ReplicatedModel::ReplicatedModel(std::shared_ptr<torch::nn::Module> module,
                                  const DistributedDataParallelOptions& options)
     : impl_(std::make_unique<Impl>(std::move(module), options)) {}
 
-ReplicatedModel::~ReplicatedModel() = default;
+ReplicatedModel::~ReplicatedModel() {
+  if (!impl_->process.is_this()) static_cast<void>(impl_.release());  // Note [Forked children]
+}
 
 void ReplicatedModel::before_forward() {
   impl_->used.require_all_used("forward()");

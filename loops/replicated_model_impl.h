@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/making_process.h"
 #include "dsengine/comm.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "loops/backward_pass.h"
@@ -53,6 +54,7 @@ struct ReplicatedModel::Impl {
   void require_same_on_all_ranks() const;
   void make_reducer();
 
+  MakingProcess process;
   std::shared_ptr<torch::nn::Module> module;
   DistributedDataParallelOptions options;
   engine::ModelParameters parameters;

@@ -23,6 +23,7 @@
 #include "comm/backends/cuda_plugin.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/making_process.h"
 #include "core/memory/storage_memory.h"
 #include "core/round_up.h"
 #include "core/system_call.h"
@@ -137,6 +138,7 @@ class PinnedArena::Region {
   size_t size_ = 0;
   bool huge_pages_ = false;
   bool pinned_ = false;
+  MakingProcess process_;
 };
 
 PinnedArena::Region::Region(const std::string& purpose, size_t bytes, const ArenaOptions& options)
@@ -173,7 +175,7 @@ void PinnedArena::Region::map(const std::string& purpose) {
 
 PinnedArena::Region::~Region() {
   if (data_ == nullptr) return;
-  if (pinned_) comm::cuda_plugin().unregister_host_memory(data_);
+  if (pinned_ && process_.is_this()) comm::cuda_plugin().unregister_host_memory(data_);
   munmap(data_, size_);
 }
 

@@ -340,7 +340,7 @@ void add_check(CLI::App& app, Command& chosen) {
   flags->add_option("config", options->config, "The ds_config: a file, or url-safe base64 of JSON")
       ->required()
       ->type_name("CONFIG");
-  flags->add_option("--world_size", options->world_size, "Number of ranks")
+  flags->add_option("--world_size,--ranks", options->world_size, "Number of ranks")
       ->transform(whole_number(1, kMostRanks))
       ->capture_default_str()
       ->type_name("N");

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <exception>
 #include <filesystem>
@@ -109,6 +110,7 @@ int run(std::vector<char*> words) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::signal(SIGCHLD, SIG_DFL);  // what a parent ignores stays ignored: then no child's end could be waited for
   try {
     return run(without_help(argc, argv));
   } catch (const std::exception& error) {

@@ -333,7 +333,7 @@ void add_simulate(CLI::App& app, Command& chosen) {
   flags->add_option("config", options->config, "The ds_config: a file, or url-safe base64 of JSON")
       ->required()
       ->type_name("CONFIG");
-  flags->add_option("--ranks", options->ranks, "Ranks of the job; pipeline.stages of them make a pipeline")
+  flags->add_option("--ranks,--world_size", options->ranks, "Ranks of the job; pipeline.stages of them make a pipeline")
       ->transform(whole_number(1, kMostSimulatedRanks))
       ->capture_default_str()
       ->type_name("N");

@@ -24,6 +24,7 @@
 #include "comm/self_messages.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/making_process.h"
 #include "core/tensor_check.h"
 #include "core/without_stack.h"
 
@@ -442,7 +443,7 @@ BackendWork C10dCommunicator::issue_on(CollectiveKind kind, at::Tensor output, a
 }  // namespace
 
 std::shared_ptr<Communicator> make_c10d_communicator(const C10dGroup& group) {
-  return std::make_shared<C10dCommunicator>(group);
+  return make_shared_where_made<C10dCommunicator>(group);
 }
 
 }  // namespace ds::comm

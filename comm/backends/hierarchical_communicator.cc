@@ -14,6 +14,7 @@
 #include "comm/queued_work.h"
 #include "comm/shared_memory/shared_memory_communicator.h"
 #include "core/check.h"
+#include "core/making_process.h"
 #include "core/task_queue.h"
 
 namespace ds::comm {
@@ -349,7 +350,7 @@ std::shared_ptr<Communicator> make_placed_communicator(const PlacedGroup& group)
         {.store = group.store, .rank = group.rank, .size = group.size, .name = group.name, .timeout = group.timeout});
   }
   if (group.size == 1) return make_gloo_communicator({.store = group.store, .name = group.name});
-  return std::make_shared<HierarchicalCommunicator>(group);
+  return make_shared_where_made<HierarchicalCommunicator>(group);
 }
 
 }  // namespace ds::comm

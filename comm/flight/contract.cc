@@ -72,16 +72,18 @@ std::map<uint64_t, Sides<uint64_t>> marks_of(const std::vector<View>& views) {
 std::string sides_text(const std::vector<View>& views, uint64_t position) {
   Sides<uint64_t> sides;
   std::map<uint64_t, std::string> texts;
+  std::map<std::string, std::vector<int>> phases;
   for (const View& view : views) {
     const auto found = view.collectives.find(position);
     if (found == view.collectives.end()) continue;
     const FlightEntry& entry = *found->second;
     sides[entry.signature].push_back(view.log->header.rank);
     texts[entry.signature] = operation_text(entry, *view.group);
+    phases[entry.phase.text()].push_back(view.log->header.rank);
   }
   if (sides.size() < 2) return "";
   const auto& most = largest(sides);
-  std::string text = cat(ranks_in_words(most.second), " issued ", texts[most.first]);
+  std::string text = cat(phases_in_words(phases), ranks_in_words(most.second), " issued ", texts[most.first]);
   for (const auto& [signature, ranks] : sides) {
     if (signature != most.first) text += cat(", ", ranks_in_words(ranks), " ", texts[signature]);
   }

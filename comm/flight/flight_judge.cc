@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <utility>
 
 #include "comm/flight/contract.h"
 #include "comm/flight/flight_folder.h"
@@ -68,9 +69,29 @@ void FlightWatch::Judge::judge() {
     next_report_ = 0;
   }
   const bool stalled = state_.limit_ms > 0 && longest > std::max(state_.limit(), next_report_);
-  if (!stalled && (Clock::now() < next_comparison_ || !find_breach(boards))) return;
+  const bool hopeless = closes_circle(boards) || find_breach(boards);
+  if (!stalled && (Clock::now() < next_comparison_ || !hopeless)) return;
   next_comparison_ = Clock::now() + 10 * state_.interval();  // where the records do not bear it out
-  raise_alarm();
+  raise_alarm(stalled);
+}
+
+// Whether the boards show for the second time that ranks wait for each other, each still in the same operation. Boards
+// are not of one moment: that of a rank may be older than what another one did meanwhile.
+bool FlightWatch::Judge::closes_circle(const std::vector<FlightLog>& boards) {
+  std::vector<WaitInCircle> circle = find_circle(boards, static_cast<int>(peers_.size()));
+  const bool again =
+      !circle.empty() && std::equal(circle.begin(), circle.end(), circle_.begin(), circle_.end(),
+                                    [](const WaitInCircle& now, const WaitInCircle& before) {
+                                      return now.rank == before.rank && now.operation == before.operation;
+                                    });
+  if (!again) {
+    circle_ = std::move(circle);
+    return false;
+  }
+  for (size_t i = 0; i < circle.size(); ++i) {
+    if (circle[i].board_ns <= circle_[i].board_ns) return false;  // not heard of since
+  }
+  return true;
 }
 
 // Whether it is the record of this start of the job; the number of a process may come back on another host.
@@ -166,12 +187,13 @@ void FlightWatch::Judge::await_readers() {
   }
 }
 
-void FlightWatch::Judge::raise_alarm() {
+// `stalled`: a rank has waited for longer than the limit; else only what is hopeless is told.
+void FlightWatch::Judge::raise_alarm(bool stalled) {
   const int alarm = ++alarms_;
   state_.recorder->keep();
   const std::vector<FlightLog> logs = collect(alarm);
   const StallExplanation stall = explain_stall(logs, static_cast<int>(peers_.size()), state_.dead_after());
-  if (stall.cause == StallCause::kNone) return;
+  if (stall.cause == StallCause::kNone || (!stalled && !stall.hopeless())) return;
   const std::string text = stall.sentence + write_records(logs, stall, alarm);
   if (stall.hopeless()) {
     log::error(text);

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <type_traits>
 
+#include "comm/flight/rank_list.h"
 #include "core/check.h"
 #include "core/json/parse_json.h"
 #include "core/system_call.h"
@@ -21,7 +22,7 @@ static_assert(std::is_trivially_copyable_v<FlightHeader> && std::is_trivially_co
 
 constexpr std::array<char, 8> kMemory = {'D', 'S', 'F', 'L', 'I', 'G', 'H', 'T'};
 constexpr std::array<char, 8> kPacked = {'D', 'S', 'F', 'L', 'P', 'A', 'C', 'K'};
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 template <class T>
 void append(std::string& bytes, const T& value) {
@@ -195,17 +196,18 @@ FlightLog read_flight_file(const std::string& path) {
 std::string operation_text(const FlightEntry& entry, const FlightGroup& group) {
   std::string text = entry.operation.text();
   if (entry.label.size() > 0) text += cat(" '", entry.label.text(), "'");
+  const std::string end = cat(")", of_phase(entry.phase.text()));
   text += " (";
   if (entry.elements > 0) text += cat(entry.dtype.text(), "[", entry.elements, "], ");
   if (entry.reduction.size() > 0) text += cat(entry.reduction.text(), ", ");
   if (entry.message) {
     return text + cat(entry.operation.text() == "send" ? "to" : "from", " rank ", entry.peer, ", message ",
                       entry.position, entry.tag != 0 ? cat(", tag ", entry.tag) : "", " of group ", group.name.text(),
-                      ")");
+                      end);
   }
   if (entry.peer >= 0) text += cat("root ", entry.peer, ", ");
   return text + cat("number ", entry.position, " of group ", group.name.text(),
-                    entry.step > 0 ? cat(", step ", entry.step) : "", ")");
+                    entry.step > 0 ? cat(", step ", entry.step) : "", end);
 }
 
 void set_magic(FlightHeader& header) {

@@ -55,6 +55,7 @@ struct FlightEntry {
   int64_t step;                            // the engine's step when it was issued; 0: not known
   int32_t peer;                            // root, destination or source: a rank of the group; -1: none
   int32_t tag;
+  int32_t thread;  // of the rank, from 1: it is held up in the operation; 0: no thread of the host is
   uint16_t group;
   FlightState state;
   bool message;  // send or recv
@@ -62,6 +63,7 @@ struct FlightEntry {
   FixedText<8> reduction;
   FixedText<12> dtype;
   FixedText<96> label;
+  FixedText<32> phase;  // what the program did when it was issued: "backward"; empty: not known
 };
 
 // The contract of a group after `position` collectives.
@@ -97,6 +99,7 @@ struct FlightHeader {
   uint64_t next_sequence;
   int64_t step, micro_step;  // the engine's, when `phase` began
   int64_t phase_ns;
+  int32_t threads;  // threads that have used the groups so far
   FixedText<64> host;
   FixedText<48> phase;  // "between steps", "backward", "step", ...
 };

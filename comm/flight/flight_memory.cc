@@ -63,7 +63,7 @@ FlightMemory::FlightMemory(std::string file, size_t size) : file_(std::move(file
 
 FlightMemory::~FlightMemory() {
   munmap(data_, size_);
-  if (!descriptor_.valid() || keep_) return;
+  if (!descriptor_.valid() || keep_ || !process_.is_this()) return;  // Note [Forked children]
   unlink(file_.c_str());
   std::error_code others_are_there;
   std::filesystem::remove(std::filesystem::path(file_).parent_path(), others_are_there);

@@ -8,6 +8,7 @@
 
 #include "comm/flight/flight_log.h"
 #include "core/check.h"
+#include "core/making_process.h"
 #include "core/unique_fd.h"
 
 namespace ds::comm {
@@ -50,6 +51,7 @@ class FlightMemory {
   UniqueFd descriptor_;  // holds the lock; none: no file
   void* data_ = nullptr;
   std::atomic<bool> keep_{false};
+  MakingProcess process_;
 };
 
 }  // namespace ds::comm

@@ -61,6 +61,17 @@ bool is_over(const Work& work) {
   }
 }
 
+// Returns the number of the calling thread, from 1, among those that have used the groups.
+int32_t number_of_this_thread(std::vector<std::thread::id>& threads, FlightHeader& header) {
+  const std::thread::id own = std::this_thread::get_id();
+  const auto found = std::find(threads.begin(), threads.end(), own);
+  const auto number = static_cast<int32_t>(found - threads.begin()) + 1;
+  if (found != threads.end()) return number;
+  threads.push_back(own);
+  header.threads = number;
+  return number;
+}
+
 uint64_t signature_of(const Collective& c, const at::Tensor& tensor) {
   uint64_t hash = mix(0, static_cast<uint64_t>(c.kind));
   if (reduces(c.kind)) hash = mix(hash, static_cast<uint64_t>(c.op));
@@ -200,11 +211,13 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.step = c.step;
   entry.peer = message || has_root(c.kind) ? c.peer : -1;
   entry.tag = c.tag;
+  entry.thread = number_of_this_thread(threads_, memory_.header());
   entry.state = FlightState::kWaiting;
   entry.operation.assign(comm::name_of(c.kind));
   entry.reduction.assign(reduces(c.kind) ? comm::name_of(c.op) : "");
   entry.dtype.assign(tensor.defined() ? c10::toString(tensor.scalar_type()) : "");
   entry.label.assign(c.label);
+  entry.phase.assign(c.phase);
   entry.sequence = sequence;
   memory_.header().next_sequence = sequence + 1;
   return {.slot = slot, .sequence = sequence, .device = tensor.defined() ? tensor.device() : c10::Device(c10::kCPU)};
@@ -218,17 +231,21 @@ FlightEntry* FlightRecorder::find(const Ticket& ticket) const {
 
 void FlightRecorder::waiting(const Ticket& ticket) {
   const std::lock_guard lock(mutex_);
+  const int32_t thread = number_of_this_thread(threads_, memory_.header());
   FlightEntry* const entry = find(ticket);
   if (entry == nullptr || entry->state != FlightState::kIssued) return;
+  entry->thread = thread;
   entry->state = FlightState::kWaiting;
   entry->waited_ns = now_ns();
 }
 
 void FlightRecorder::ended(const Ticket& ticket, FlightState state) {
+  if (state == FlightState::kReleased && !process_.is_this()) return;  // Note [Forked children]
   const std::lock_guard lock(mutex_);
   FlightEntry* const entry = find(ticket);
   if (entry == nullptr || entry->ended_ns != 0) return;
   entry->state = state;
+  entry->thread = 0;
   entry->ended_ns = now_ns();
   if (state == FlightState::kFailed) memory_.keep();
 }
@@ -238,6 +255,7 @@ void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
   end_those_on_device();
   if (is_over(work)) return ended(ticket, FlightState::kFinished);
   const std::lock_guard lock(mutex_);
+  if (FlightEntry* const entry = find(ticket)) entry->thread = 0;  // the device waits, and the host goes on
   on_device_.emplace_back(ticket, work);
   if (on_device_.size() <= kMostOnDevice) return;
   if (FlightEntry* const oldest = find(on_device_.front().first); oldest != nullptr && oldest->ended_ns == 0) {
@@ -270,6 +288,7 @@ Work FlightRecorder::follow(const Ticket& ticket, Work work) {
     const std::lock_guard lock(mutex_);
     if (FlightEntry* const entry = find(ticket)) {
       entry->state = FlightState::kIssued;
+      entry->thread = 0;
       entry->waited_ns = 0;
     }
   }
@@ -306,6 +325,20 @@ void FlightRecorder::keep() { memory_.keep(); }
 void FlightRecorder::doom(const std::string& text) {
   const std::lock_guard lock(mutex_);
   if (doom_.empty()) doom_ = text;
+}
+
+std::string FlightRecorder::verdict() const {
+  const std::lock_guard lock(mutex_);
+  return doom_;
+}
+
+bool FlightRecorder::held_up_for(std::chrono::nanoseconds time) const {
+  const std::lock_guard lock(mutex_);
+  const int64_t latest = now_ns() - time.count();
+  const FlightEntry* const entries = memory_.entries();
+  return std::any_of(entries, entries + memory_.header().entries, [latest](const FlightEntry& entry) {
+    return entry.sequence != 0 && entry.thread != 0 && entry.waited_ns <= latest;
+  });
 }
 
 FlightLog FlightRecorder::log() const {

@@ -5,12 +5,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -21,6 +23,7 @@
 #include "comm/collective_observer.h"
 #include "comm/flight/flight_log.h"
 #include "comm/flight/flight_memory.h"
+#include "core/making_process.h"
 
 namespace ds::comm {
 
@@ -67,7 +70,10 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   void stop();   // nothing is recorded from now on
   // Every later collective throws CommError with this text.
   void doom(const std::string& text);
+  std::string verdict() const override;
 
+  // Whether an operation has held up a thread of this rank for so long.
+  bool held_up_for(std::chrono::nanoseconds time) const;
   FlightLog log() const;
 
  private:
@@ -85,6 +91,8 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   mutable std::mutex mutex_;
   std::map<std::tuple<int, CollectiveKind, int, int>, uint64_t> messages_;  // (group, kind, peer, tag) -> how many
   std::map<std::pair<std::string, std::string>, int> names_;                // (name, ranks) of groups -> how many
+  std::vector<std::thread::id> threads_;                                    // that have used the groups
+  MakingProcess process_;
   bool recording_ = true;
   std::list<std::pair<Ticket, Work>> on_device_;  // waited for by a stream, not by the host
   std::string doom_;

@@ -75,7 +75,7 @@ void FlightWatch::Talk::run() {
         }
         state_.asked_ns = 0;
         exchanged_ = Clock::now();
-      } while (!state_.ending && !state_.closed && state_.pause(state_.interval()));
+      } while (!state_.ending && !state_.closed && rest());
       const QuietStore quiet;
       if (!state_.ending && !state_.closed) say_goodbye();
       again = false;
@@ -84,6 +84,17 @@ void FlightWatch::Talk::run() {
       again = reconnect(without_stack(error.what()));
     }
   }
+}
+
+// Sleeps until the next exchange, which comes soon where the rank is held up: it may wait in vain, and whoever waits
+// has time. False: it is time to stop.
+bool FlightWatch::Talk::rest() {
+  const auto end = Clock::now() + state_.interval();
+  const auto look = std::min(state_.interval(), std::max(kHeldUp, state_.shortest_interval()));
+  do {
+    if (!state_.pause(look)) return false;
+  } while (Clock::now() < end && !state_.recorder->held_up_for(kHeldUp));
+  return true;
 }
 
 // Whether to go on, on a new connection. Where there is none, the process with the store has most likely ended.

@@ -28,7 +28,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr std::chrono::milliseconds kShortestInterval{50};
 constexpr std::chrono::milliseconds kLongestInterval{1000};
 constexpr std::chrono::milliseconds kStackLimit{300};
-constexpr int kRanksPerSecond = 512;  // boards that rank 0 reads
+constexpr std::chrono::milliseconds kHeldUp{200};  // after so long in one operation a rank shows its board more often
+constexpr int kRanksPerSecond = 512;               // boards that rank 0 reads
 constexpr double kShortestSilence = 3;
 constexpr std::chrono::seconds kSteady{60};  // age of a connection that has proved good
 
@@ -81,11 +82,14 @@ struct FlightWatch::State {
 
   double limit() const { return static_cast<double>(limit_ms.load()) * 1e-3; }
   std::chrono::milliseconds interval() const {
-    const auto size = static_cast<int64_t>(ranks.size());
     const int64_t eighth = limit_ms > 0 ? limit_ms / 8 : flight::kLongestInterval.count();
     const std::chrono::milliseconds base(
         std::clamp(eighth, int64_t{flight::kShortestInterval.count()}, int64_t{flight::kLongestInterval.count()}));
-    return std::max(base, std::chrono::milliseconds(1000 * size / flight::kRanksPerSecond));
+    return std::max(base, shortest_interval());
+  }
+  // As often as rank 0 can read all boards.
+  std::chrono::milliseconds shortest_interval() const {
+    return std::chrono::milliseconds(1000 * static_cast<int64_t>(ranks.size()) / flight::kRanksPerSecond);
   }
   double dead_after() const { return std::max(limit() / 2, 3 * flight::Seconds(interval()).count()); }
   bool near(int other) const {
@@ -120,11 +124,12 @@ class FlightWatch::Judge {
 
   void read_boards();
   void judge();
+  bool closes_circle(const std::vector<FlightLog>& boards);
   double silence(int other) const;
   bool answers(int other) const;
   bool is_of(const FlightLog& log, int other) const;
   FlightLog unheard(int other) const;
-  void raise_alarm();
+  void raise_alarm(bool stalled);
   std::vector<FlightLog> collect(int alarm);
   std::string write_records(const std::vector<FlightLog>& logs, const StallExplanation& stall, int alarm);
   void await_readers();
@@ -134,7 +139,8 @@ class FlightWatch::Judge {
   std::vector<Peer> peers_;
   int alarms_ = 0;
   flight::Clock::time_point next_comparison_{};
-  double next_report_ = 0;  // seconds of the running stall at which to say more; 0: none runs
+  std::vector<WaitInCircle> circle_;  // that the boards showed at the last look
+  double next_report_ = 0;            // seconds of the running stall at which to say more; 0: none runs
 };
 
 // The thread that talks to the store: shows this rank's board, answers alarms and obeys the verdict; on rank 0 it
@@ -154,6 +160,7 @@ class FlightWatch::Talk {
   flight::Clock::time_point quiet_until() const { return quiet_until_; }
 
  private:
+  bool rest();
   bool reconnect(const std::string& why);
   void give_up(const std::string& why);
   void exchange();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <utility>
 
 #include "core/text.h"
 
@@ -82,6 +83,26 @@ std::string ranks_in_words(std::vector<int> ranks) {
   if (const size_t comma = text.rfind(','); comma != std::string::npos) text.replace(comma, 1, " and ");
   for (size_t at = text.find(','); at != std::string::npos; at = text.find(',', at + 2)) text.replace(at, 1, ", ");
   return "ranks " + text;
+}
+
+// A phase of more than one word is none of the engine's calls.
+std::string of_phase(const std::string& phase) {
+  return phase.empty() || phase.find(' ') != std::string::npos ? "" : cat(" of ", phase, "()");
+}
+
+std::string phases_in_words(const std::map<std::string, std::vector<int>>& ranks_of_phase) {
+  if (ranks_of_phase.size() < 2 || ranks_of_phase.contains("")) return "";
+  std::vector<std::pair<std::vector<int>, std::string>> by_rank;
+  for (const auto& [phase, ranks] : ranks_of_phase) {
+    by_rank.emplace_back(ranks, of_phase(phase).empty() ? phase : phase + "()");
+  }
+  std::sort(by_rank.begin(), by_rank.end());
+  std::string text;
+  for (const auto& [ranks, phase] : by_rank) {
+    const char* const verb = ranks.size() == 1 ? " is in " : " are in ";
+    text += cat(text.empty() ? "" : ", ", ranks_in_words(ranks), text.empty() ? verb : " in ", phase);
+  }
+  return text + "; ";
 }
 
 }  // namespace ds::comm

@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kFramesInSentence = 4;
 constexpr size_t kGuiltyInSentence = 3;
+constexpr int64_t kShortestCircleNs = 200'000'000;
 
 // "0.4", "31".
 std::string seconds_text(double seconds) { return fixed(seconds, seconds < 10 ? 1 : 0); }
@@ -31,7 +32,7 @@ const FlightGroup& group_of(const FlightLog& log, const FlightEntry& entry) { re
 // Finds a group in another rank's table; null where it is not there.
 const FlightGroup* same_group(const FlightLog& log, const FlightGroup& group) {
   const auto found = std::find_if(log.groups.begin(), log.groups.end(), [&](const FlightGroup& other) {
-    return other.name.text() == group.name.text() && other.ranks.text() == group.ranks.text();
+    return other.name.bytes == group.name.bytes && other.ranks.bytes == group.ranks.bytes;
   });
   return found == log.groups.end() ? nullptr : &*found;
 }
@@ -229,7 +230,9 @@ std::string waiters_text(const WaitGraph& graph, double seconds) {
 }
 
 std::string circle_text(const WaitGraph& graph, const std::vector<int>& circle) {
-  std::string text;
+  std::map<std::string, std::vector<int>> phases;
+  for (const int rank : circle) phases[graph.log_of(rank)->waiting()->phase.text()].push_back(rank);
+  std::string text = phases_in_words(phases);
   for (size_t i = 0; i < circle.size(); ++i) {
     const FlightLog& log = *graph.log_of(circle[i]);
     const FlightEntry& entry = *log.waiting();
@@ -299,6 +302,32 @@ StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_siz
       "; all ranks have entered it, and the data does not arrive: look at the network between their "
       "hosts, and at the devices";
   return result;
+}
+
+std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int world_size) {
+  // First what costs little: where a rank runs, or all wait in one operation, there is no circle.
+  const FlightLog* first = nullptr;
+  bool apart = false;
+  for (const FlightLog& log : logs) {
+    if (log.header.left != 0) continue;
+    const FlightEntry* const entry = log.waiting();
+    if (entry == nullptr || log.header.now_ns - entry->waited_ns < kShortestCircleNs) return {};
+    if (first == nullptr) first = &log;
+    const FlightEntry& of_first = *first->waiting();
+    apart = apart || entry->position != of_first.position ||
+            &group_of(log, *entry) != same_group(log, group_of(*first, of_first));
+  }
+  if (!apart) return {};
+  const WaitGraph graph(logs, world_size);
+  if (!graph.roots().empty()) return {};
+  std::vector<WaitInCircle> found;
+  for (const int rank : graph.circle()) {
+    const FlightLog& log = *graph.log_of(rank);
+    const FlightEntry& entry = *log.waiting();
+    if (entry.message || entry.thread == 0 || log.header.threads != 1) return {};
+    found.push_back({.rank = rank, .operation = entry.sequence, .board_ns = log.header.now_ns});
+  }
+  return found;
 }
 
 std::string rank_report(const FlightLog& log, size_t entries) {

@@ -16,6 +16,7 @@
 #include "comm/operation_name.h"
 #include "comm/self_messages.h"
 #include "core/check.h"
+#include "core/making_process.h"
 #include "core/task_queue.h"
 
 namespace ds::comm {
@@ -94,7 +95,7 @@ class GlooMessageWork : public WorkState {
 
   bool is_completed() override {
     if (!watcher_) {
-      watcher_ = std::make_unique<TaskQueue>();
+      watcher_ = make_owned_where_made<TaskQueue>();
       watched_ = watcher_->push([this] { complete(); });
     }
     return watched_->done();
@@ -125,7 +126,7 @@ class GlooMessageWork : public WorkState {
   at::Tensor device_output_;
   at::Tensor host_;
   std::shared_ptr<TaskQueue::Task> watched_;
-  std::unique_ptr<TaskQueue> watcher_;  // last: its thread ends before the rest goes
+  OwnedWhereMade<TaskQueue> watcher_;  // last: its thread ends before the rest goes
 };
 
 class GlooCommunicator : public Communicator {
@@ -264,7 +265,7 @@ void GlooCommunicator::exchange(const Collective& c) {
 }  // namespace
 
 std::shared_ptr<Communicator> make_gloo_communicator(const GlooGroup& group) {
-  return std::make_shared<GlooCommunicator>(group);
+  return make_shared_where_made<GlooCommunicator>(group);
 }
 
 }  // namespace ds::comm

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <atomic>
+#include <csignal>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "core/log.h"
 #include "core/torch_version/loaded_torch.h"
 #include "core/without_stack.h"
+#include "core/write_signals.h"
 
 namespace ds::engine {
 namespace {
@@ -60,6 +62,8 @@ std::string get_backend() {
 }
 
 void introduce_rank(const comm::Rendezvous& meeting) {
+  let_writes_fail({SIGXFSZ});
+  if (meeting.world_size > 1) let_writes_fail({SIGPIPE});
   log::set_rank(meeting.rank, meeting.world_size);
   const comm::DebugLevel level = comm::debug_level(comm::process_environment);
   if (level == comm::DebugLevel::kOff || comm::process_environment("DS_LOG_LEVEL")) return;

@@ -43,7 +43,8 @@ class JoinedJob {
   int calls_ = 0;
 };
 
-// Sets prefix and level of the log once the rank is known, for init_distributed() and join_ranks().
+// Sets prefix and level of the log, and what signals of failed writes mean, once the rank is known; for
+// init_distributed() and join_ranks().
 void introduce_rank(const comm::Rendezvous& meeting);
 // Notes what get_backend() returns.
 void note_transport(const comm::Rendezvous& meeting, c10::Device device, comm::Backend backend);

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -51,6 +52,31 @@ int knock(const addrinfo& address, milliseconds limit) {
   return error;
 }
 
+bool is_loopback_address(const addrinfo& address) {
+  if (address.ai_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(*address.ai_addr);
+    return (ntohl(v4.sin_addr.s_addr) >> 24) == 127;
+  }
+  return address.ai_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(*address.ai_addr).sin6_addr);
+}
+
+// Throws where the job meets on this machine alone, which no packet reaches: nobody can come, however long one waits.
+// A datagram socket asks the kernel for the way and sends nothing.
+void require_way(const addrinfo* candidates, const std::string& host) {
+  int error = 0;
+  for (const addrinfo* one = candidates; one != nullptr; one = one->ai_next) {
+    if (!is_loopback_address(*one)) return;
+    const UniqueFd socket(::socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!socket.valid()) continue;
+    if (::connect(socket.get(), one->ai_addr, one->ai_addrlen) == 0) return;
+    if (error == 0) error = errno;
+  }
+  require<CommError>(error == 0, "rendezvous: ", host, " cannot be reached from this machine (", SystemReason(error),
+                     "): its loopback interface is down, as in a new network namespace. `ip link set lo up` in that ",
+                     "namespace starts it");
+}
+
 std::string port_in_use_text(int port) {
   return cat("rendezvous: rank 0 cannot listen on port ", port,
              ", which is in use (another job, or one that has just ended). Choose another with --master_port or "
@@ -60,6 +86,7 @@ std::string port_in_use_text(int port) {
 
 void await_listener(const RendezvousAddress& address, Clock::time_point deadline, milliseconds timeout) {
   const AddressList list = resolve(address.host, address.port);
+  require_way(list.get(), address.host);
   for (;;) {
     int error = 0;
     for (const addrinfo* candidate = list.get(); candidate != nullptr; candidate = candidate->ai_next) {
@@ -110,7 +137,7 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address,
   if (!options.isServer) {
     await_listener(address, deadline, timeout);
   } else {
-    resolve(address.host, address.port);
+    require_way(resolve(address.host, address.port).get(), address.host);
     const UniqueFd own = listen_on_own_address(address);
     if (own.valid()) options.masterListenFd = ::fcntl(own.get(), F_DUPFD_CLOEXEC, 3);  // LibTorch's from here on
   }

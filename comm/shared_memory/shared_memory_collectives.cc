@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/flight/rank_list.h"
 #include "comm/local_reduce.h"
 #include "core/check.h"
 
@@ -38,6 +39,7 @@ OperationRecord record_of(const Collective& collective, int size) {
   record.root = -1;
   record.dtype = static_cast<int8_t>(at::kByte);
   copy_text(record.label, collective.label);
+  copy_text(record.phase, collective.phase);
   const at::Tensor& input = collective.input;
   const at::Tensor& part =
       collective.kind == CollectiveKind::kScatter || collective.kind == CollectiveKind::kReduceScatter
@@ -124,8 +126,10 @@ void SharedMemoryCollectives::require_agreement() const {
   for (int peer = 0; peer < size_; ++peer) {
     const OperationRecord other = memory_.rank(peer).operations[sequence_ % 2].load();
     require<CommError>(
-        record_.agrees_with(other), peers_.group(), ": ranks issued different collectives: rank ", rank_, " ", record_,
-        ", rank ", peer, " ", other,
+        record_.agrees_with(other), peers_.group(), ": ranks issued different collectives: ", lazy([&] {
+          return phases_in_words({{record_.phase, {rank_}}, {other.phase, {peer}}});
+        }),
+        "rank ", rank_, " ", record_, ", rank ", peer, " ", other,
         "; every rank must issue the same collectives, with matching sizes and types, in the same order");
   }
 }

@@ -13,6 +13,7 @@
 #include "comm/operation_name.h"
 #include "comm/queued_work.h"
 #include "core/check.h"
+#include "core/making_process.h"
 #include "core/tensor_check.h"
 #include "core/text.h"
 #include "core/text_hash.h"
@@ -28,10 +29,13 @@ void require_cpu(const Collective& collective, const at::Tensor& tensor) {
   require_reducible(tensor.scalar_type(), ReduceOp::kMin, OperationTitle(collective));  // that is, a type we carry
 }
 
+constexpr const char* kRegionNames = "/dsengine-";  // of regions; the number of the process that makes it follows
+
 std::string new_region_name() {
+  SharedRegion::remove_left_over(kRegionNames);
   std::random_device random;
   auto name = classic_stream<std::ostringstream>();
-  name << "/dsengine-" << getpid() << '-' << std::hex << random() << random();
+  name << kRegionNames << getpid() << '-' << std::hex << random() << random();
   return std::move(name).str();
 }
 
@@ -43,7 +47,7 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(int rank, int size, std::stri
       memory_(std::move(memory.region), size),
       directory_(std::move(memory.directory)),
       region_name_(std::move(memory.region_name)),
-      peers_(memory_, rank, this->name(), timeout),
+      peers_(memory_, rank, this->name(), timeout, [this] { return verdict(); }),
       collectives_(memory_, peers_, rank),
       messages_(std::make_unique<SharedMemoryMessages>(memory_, peers_, rank,
                                                        [this](const std::string& text) { fail(text); })),
@@ -145,9 +149,9 @@ std::shared_ptr<Communicator> SharedMemoryCommunicator::make_group(const std::ve
   std::shared_ptr<Communicator> group;
   if (region) {
     const auto place = std::find(ranks.begin(), ranks.end(), rank());
-    group = std::make_shared<SharedMemoryCommunicator>(static_cast<int>(place - ranks.begin()),
-                                                       static_cast<int>(ranks.size()), name,
-                                                       Memory{region, directory_, region_name}, peers_.timeout());
+    group = make_shared_where_made<SharedMemoryCommunicator>(static_cast<int>(place - ranks.begin()),
+                                                             static_cast<int>(ranks.size()), name,
+                                                             Memory{region, directory_, region_name}, peers_.timeout());
   }
   const auto seal = [&] {
     if (rank() == ranks.front()) directory_->seal(region_name);
@@ -197,7 +201,7 @@ std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
   const size_t bytes = GroupMemory::bytes_for(group.size);
   const auto directory = std::make_shared<PosixRegionDirectory>();
   const auto join = [&](std::shared_ptr<SharedRegion> region, const std::string& region_name) {
-    auto communicator = std::make_shared<SharedMemoryCommunicator>(
+    auto communicator = make_shared_where_made<SharedMemoryCommunicator>(
         group.rank, group.size, group.name, SharedMemoryCommunicator::Memory{std::move(region), directory, region_name},
         group.timeout);
     communicator->meet(label);

@@ -17,6 +17,7 @@
 #endif
 
 #include "comm/collective.h"
+#include "comm/flight/rank_list.h"
 #include "core/check.h"
 
 namespace ds::comm {
@@ -94,7 +95,8 @@ std::ostream& operator<<(std::ostream& out, const OperationRecord& record) {
   if (record.label[0] != '\0') out << " '" << record.label << "'";
   out << " (#" << record.sequence;
   if (record.step > 0) out << ", step " << record.step;
-  return out << ")";
+  out << ")";
+  return out << of_phase(record.phase);
 }
 
 size_t GroupMemory::ring_bytes_for(int size) {

@@ -85,6 +85,7 @@ struct OperationRecord {
   uint64_t check;  // hash of what else must agree
   int64_t step;    // the engine's step, for messages; 0: not known
   char label[88];
+  char phase[32];  // Collective::phase, for messages
 
   bool agrees_with(const OperationRecord& other) const;
   // "all_reduce sum of 12 Float 'h.0.weight' (#3)", or "nothing yet".

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "comm/meeting/process_state.h"
 #include "core/check.h"
@@ -23,11 +24,12 @@ double seconds(std::chrono::milliseconds time) { return static_cast<double>(time
 }  // namespace
 
 SharedMemoryPeers::SharedMemoryPeers(GroupMemory& memory, int rank, std::string group,
-                                     std::chrono::milliseconds timeout)
+                                     std::chrono::milliseconds timeout, std::function<std::string()> verdict)
     : memory_(memory),
       rank_(rank),
       group_(std::move(group)),
       timeout_(timeout),
+      verdict_(std::move(verdict)),
       spin_turns_(ds::comm::spin_turns(memory.size())),
       abandon_at_(Clock::time_point::max().time_since_epoch().count()) {
   RankBlock& own = memory_.rank(rank_);
@@ -90,6 +92,7 @@ void SharedMemoryPeers::require_none_failed(const Printable& operation) const {
 }
 
 void SharedMemoryPeers::require_hope(int peer, const Printable& operation) const {
+  if (const std::string verdict = verdict_(); !verdict.empty()) throw CommError(verdict);
   require_none_failed(operation);
   if (peer != rank_ && memory_.rank(peer).state.load() == RankState::kLeft) {
     give_up(operation, cat("rank ", peer, " has destroyed its communicator; ", describe(peer)));

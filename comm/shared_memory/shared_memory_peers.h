@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "comm/shared_memory/shared_memory_layout.h"
@@ -19,7 +20,9 @@ class SharedMemoryPeers {
   static constexpr std::chrono::milliseconds kLook{100};
 
   // Announces this rank to the others.
-  SharedMemoryPeers(GroupMemory& memory, int rank, std::string group, std::chrono::milliseconds timeout);
+  // `verdict`: Communicator::verdict().
+  SharedMemoryPeers(GroupMemory& memory, int rank, std::string group, std::chrono::milliseconds timeout,
+                    std::function<std::string()> verdict);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
 
@@ -28,7 +31,8 @@ class SharedMemoryPeers {
   void await_step(uint32_t step, const OperationRecord& operation);
 
   // Throws CommError when waiting any longer for `peer` is pointless: it has failed, left or died, any other rank has
-  // failed, or this rank's communicator is being destroyed. `operation` is for the message.
+  // failed, this rank's communicator is being destroyed, or there is a verdict, which the error then says. `operation`
+  // is for the message.
   void require_hope(int peer, const Printable& operation) const;
 
   // The part of require_hope that concerns no rank in particular: throws when one has failed.
@@ -57,6 +61,7 @@ class SharedMemoryPeers {
   const int rank_;
   const std::string group_;
   const std::chrono::milliseconds timeout_;
+  const std::function<std::string()> verdict_;
   const int spin_turns_;
   std::atomic<Clock::rep> abandon_at_;
 };

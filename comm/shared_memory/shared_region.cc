@@ -7,6 +7,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
+#include <csignal>
+#include <ctime>
+#include <filesystem>
+#include <system_error>
 
 #include "core/check.h"
 #include "core/system_call.h"
@@ -15,9 +20,12 @@
 namespace ds::comm {
 namespace {
 
+constexpr const char* kSharedMemoryFolder = "/dev/shm";
+constexpr std::time_t kLeftOverSeconds = 3600;
+
 std::string free_shared_memory() {
   struct statvfs info {};
-  if (statvfs("/dev/shm", &info) != 0) return "unknown";
+  if (statvfs(kSharedMemoryFolder, &info) != 0) return "unknown";
   return std::to_string(static_cast<uint64_t>(info.f_bavail) * info.f_frsize);
 }
 
@@ -72,6 +80,21 @@ std::shared_ptr<SharedRegion> SharedRegion::attach(const std::string& name, size
   require<CommError>(static_cast<size_t>(info.st_size) == bytes, "shared memory ", name, ": expected ", bytes,
                      " bytes, found ", info.st_size, "; all ranks must run the same version of dsengine");
   return map(file.get(), bytes, name);
+}
+
+void SharedRegion::remove_left_over(const std::string& prefix) noexcept {
+  std::error_code error;
+  for (std::filesystem::directory_iterator file(kSharedMemoryFolder, error), end; !error && file != end;
+       file.increment(error)) {
+    const std::string name = std::string("/").append(file->path().filename().string());
+    if (!name.starts_with(prefix)) continue;
+    pid_t maker = 0;
+    std::from_chars(name.data() + prefix.size(), name.data() + name.size(), maker);
+    struct stat info {};
+    if (maker <= 0 || lstat(file->path().c_str(), &info) != 0 || info.st_uid != geteuid()) continue;
+    if (std::time(nullptr) - info.st_mtime < kLeftOverSeconds || kill(maker, 0) == 0 || errno != ESRCH) continue;
+    remove_name(name);
+  }
 }
 
 void SharedRegion::remove_name(const std::string& name) noexcept { shm_unlink(name.c_str()); }

@@ -20,6 +20,10 @@ class SharedRegion {
   static std::shared_ptr<SharedRegion> create(const std::string& name, size_t bytes);
   // Maps what another process created. Throws CommError when it is not there or has another size.
   static std::shared_ptr<SharedRegion> attach(const std::string& name, size_t bytes);
+  // Takes away names, beginning with `prefix` and the number of the process that made them, of processes that are gone:
+  // killed before they could do it. Only names of this user that are older than an hour: a name lives no longer than
+  // ranks need to meet, and the number of a process says nothing of one in another container.
+  static void remove_left_over(const std::string& prefix) noexcept;
   // Takes the name away; mappings stay. What has no name vanishes with the last process, also after kill -9.
   static void remove_name(const std::string& name) noexcept;
 

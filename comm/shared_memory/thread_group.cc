@@ -5,6 +5,7 @@
 #include "comm/shared_memory/shared_memory_communicator.h"
 #include "comm/shared_memory/shared_memory_layout.h"
 #include "core/check.h"
+#include "core/making_process.h"
 
 namespace ds::comm {
 
@@ -19,7 +20,7 @@ ThreadGroup::ThreadGroup(int world_size, std::chrono::milliseconds timeout, std:
 }
 
 std::shared_ptr<Communicator> ThreadGroup::communicator(int rank) const {
-  return std::make_shared<SharedMemoryCommunicator>(
+  return make_shared_where_made<SharedMemoryCommunicator>(
       rank, size_, name_, SharedMemoryCommunicator::Memory{region_, directory_, name_}, timeout_);
 }
 

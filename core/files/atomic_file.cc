@@ -22,7 +22,7 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(ca
 }
 
 AtomicFile::~AtomicFile() {
-  if (!descriptor_.valid()) return;
+  if (!descriptor_.valid() || !process_.is_this()) return;  // Note [Forked children]
   descriptor_.reset();
   unlink(temporary_.c_str());
 }
@@ -71,7 +71,8 @@ void AtomicFile::fail_closed(const char* what) const {
 
 void AtomicFile::fail(const char* what, int error) const {
   throw IoError(cat(path_, ": ", what, ": ", SystemReason(error),
-                    "; check that the folder exists, may be written and has space"));
+                    error == EFBIG ? "; raise the limit on the size of a file (`ulimit -f`)"
+                                   : "; check that the folder exists, may be written and has space"));
 }
 
 void write_whole_file(const std::string& path, std::string_view content, bool durable) {

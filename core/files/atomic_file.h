@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/making_process.h"
 #include "core/unique_fd.h"
 
 namespace ds {
@@ -35,6 +36,7 @@ class AtomicFile {
   std::string temporary_;
   UniqueFd descriptor_;  // none once committed
   size_t end_ = 0;       // where write() appends
+  MakingProcess process_;
 };
 
 // Makes `content` all of the file at `path`.

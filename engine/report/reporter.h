@@ -35,23 +35,27 @@ class Phases {
 
   // Tells the observers that `phase`, a string literal, begins.
   void note(const char* phase) const {
+    current_ = phase;
     if (world_) world_->note_phase(phase, progress_.global_steps + 1, micro_batches_.done());
   }
 
-  // Tells the observers that a phase begins, and, when it is destroyed, that the program runs again.
+  // Tells the observers that a phase begins, and, when it is destroyed, that what ran before goes on. Messages about
+  // ranks that differ name the phase as the call in which the program is.
   class Scope {
    public:
-    Scope(const Phases& phases, const char* phase) : phases_(phases) { phases_.note(phase); }
-    ~Scope() { phases_.note(kBetweenCalls); }
+    Scope(const Phases& phases, const char* phase) : phases_(phases), before_(phases.current_) { phases_.note(phase); }
+    ~Scope() { phases_.note(before_); }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
     const Phases& phases_;
+    const char* before_;
   };
 
  private:
   std::shared_ptr<comm::Communicator> world_;  // null before initialize has it
+  mutable const char* current_ = kBetweenCalls;
   const Progress& progress_;
   const MicroBatchCounter& micro_batches_;
 };

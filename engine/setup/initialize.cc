@@ -2,6 +2,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <csignal>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -11,6 +12,7 @@
 #include "core/files/joined_file.h"
 #include "core/log.h"
 #include "core/memory/host_memory.h"
+#include "core/write_signals.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"
@@ -339,6 +341,7 @@ void build_steps(Engine::Impl& impl) {
 
 Initialized initialize(const InitializeOptions& options) {
   hide_error_stacks();
+  let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group
   require_given(options);
   auto impl = std::make_unique<Engine::Impl>();

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -30,6 +29,7 @@ namespace ds::comm {
 class WorkState;
 struct Collective;
 class CollectiveObserver;
+struct GroupFamily;
 class FlightWatch;
 
 // The ways ranks exchange tensors, as the key communication_backend names them.
@@ -158,9 +158,9 @@ class Communicator {
   // Adds an observer, which sees operations of this group, and of groups made from it later. Call before the first
   // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
-  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Later
-  // operations of this group, of groups made from it and of the group that it was made from are marked with `step`,
-  // which messages about ranks that differ then name.
+  // Tells the observers what the program does from now on: "backward", "step", ..., a string that stays; micro_step -1:
+  // none. Later operations of this group, of groups made from it and of the group that it was made from are marked with
+  // both, which messages about ranks that differ then name.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);
@@ -169,6 +169,9 @@ class Communicator {
 
  protected:
   Communicator(int rank, int size, std::string name);
+  // Returns the text with which operations under way are to end, because an observer knows that waiting is in vain;
+  // empty: they may go on. Any thread.
+  std::string verdict() const;
   // Starts a validated operation. With size() == 1 it is called only for messages of the rank to itself.
   virtual Work launch(Collective collective) = 0;
   virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
@@ -199,7 +202,7 @@ class Communicator {
   std::string name_;
   CommCounters counters_;
   std::vector<Observation> observers_;
-  std::shared_ptr<std::atomic<int64_t>> step_;  // set by note_phase(); 0: not set
+  std::shared_ptr<GroupFamily> family_;  // shared with the groups that are made from this one
   std::shared_ptr<FlightWatch> watch_;
 };
 

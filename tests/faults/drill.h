@@ -18,6 +18,12 @@ struct Outcome {
   std::string text;  // all that ds-launch and the ranks wrote
 };
 
+// Over shared memory the verdict ends what ranks wait in, and the program ends by its error. Where an operation does
+// not end, or a rank takes longer than the watch waits, the watch ends the process.
+inline bool ended_by_verdict(const Outcome& outcome) {
+  return outcome.exit_code == 1 || outcome.exit_code == kEndedByWatch;
+}
+
 // A job of drill_program, the faulty rank with this number: of three ranks, or of four of which so many neighbours have
 // parts of the layers.
 class Drill {

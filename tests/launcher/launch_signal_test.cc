@@ -4,6 +4,8 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <string>
+#include <vector>
 
 #include "tests/launcher/launched.h"
 
@@ -50,6 +52,17 @@ TEST(LaunchSignal, ASecondInterruptKills) {
   launched.send(SIGINT);
   EXPECT_EQ(launched.wait(), 128 + SIGINT);
   EXPECT_TRUE(process_gone(pid_in(folder / "pid.0")));
+}
+
+// The kernel would keep no status of the ranks. Ranks that are over at once, and ranks that last.
+TEST(LaunchSignal, EndsOfRanksAreSeenWhereTheParentIgnoresThem) {
+  const std::vector<std::vector<std::string>> programs = {{"/bin/true"}, {"/bin/sleep", "0.3"}};
+  for (const std::vector<std::string>& program : programs) {
+    Launched launched({.flags = {"--num_procs", "2"}, .program = program, .child_ends_ignored = true});
+    EXPECT_EQ(launched.wait(), 0) << launched.err();
+  }
+  Launched failed({.flags = {"--num_procs", "2"}, .program = {"/bin/false"}, .child_ends_ignored = true});
+  EXPECT_EQ(failed.wait(), 1) << failed.err();
 }
 
 TEST(LaunchSignal, TheTimeToEndIsLimited) {

@@ -76,6 +76,7 @@ Launched::Launched(const Settings& settings) {
   if (pid_ != 0) return;
   setpgid(0, 0);
   signal(SIGHUP, settings.hangup_ignored ? SIG_IGN : SIG_DFL);
+  signal(SIGCHLD, settings.child_ends_ignored ? SIG_IGN : SIG_DFL);
   dup2(open(settings.input.c_str(), O_RDONLY), 0);
   const bool terminal = settings.terminal >= 0;
   dup2(terminal ? settings.terminal : open(out.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600), 1);

@@ -33,6 +33,7 @@ class Launched {
     std::string input = "/dev/null";
     int terminal = -1;  // standard output and error, instead of files
     bool hangup_ignored = false;
+    bool child_ends_ignored = false;  // SIGCHLD, as some daemons and scripts start their children
   };
   explicit Launched(const Settings& settings);
   Launched(const Launched&) = delete;

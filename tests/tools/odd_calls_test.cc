@@ -48,6 +48,19 @@ TEST(OddCalls, NumbersAreTakenAsPeopleTypeThem) {
   EXPECT_TRUE(run_tool({"schedule", "--kind", "1f1b", "--stages", "4", "--micro_batches", "1e1"}).fine);
 }
 
+// DeepSpeed's users know the one, users of simulate the other.
+TEST(OddCalls, TheNumberOfRanksHasTwoNamesEverywhere) {
+  const test::ScratchFolder folder;
+  const std::string config = folder.write("c.json", R"({"train_batch_size": 8, "optimizer": {"type": "AdamW"}})");
+  EXPECT_EQ(run_tool({"check", config, "--ranks", "2"}).out, run_tool({"check", config, "--world_size", "2"}).out);
+  const auto simulated = [&](const char* name) {
+    return run_tool({"simulate", config, name, "2", "--parameters", "1e9", "--flops", "1e12", "--tflops", "1e2",
+                     "--link_gbps", "1e2", "--layers", "1e1"});
+  };
+  EXPECT_TRUE(simulated("--world_size").fine) << simulated("--world_size").err;
+  EXPECT_EQ(simulated("--world_size").out, simulated("--ranks").out);
+}
+
 TEST(OddCalls, NegativeLimitsAreRefusedInAFewWords) {
   const auto refusal = [](const std::vector<std::string>& words) {
     const report::Finished run = run_tool(words);

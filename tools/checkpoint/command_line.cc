@@ -59,7 +59,7 @@ void add_convert(CLI::App& app, Arguments& arguments) {
   convert->add_flag("--exclude_frozen", options.exclude_frozen, "Leave out weights that were not trained");
   convert->add_flag("--exclude_buffers", options.exclude_buffers, "Leave out buffers");
   convert->add_flag("--keep_aliases", options.keep_aliases, "Write tied parameters under each of their names");
-  convert->add_option("--ranks", options.ranks, "Ranks that --format dsengine is split for")
+  convert->add_option("--ranks,--world_size", options.ranks, "Ranks that --format dsengine is split for")
       ->transform(whole_number(1, kMostRanks));
 }
 

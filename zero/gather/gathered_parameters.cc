@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/making_process.h"
 #include "core/op_interceptor.h"
 #include "zero/gather/gathered_scope.h"
 #include "zero/gather/in_place_changes.h"
@@ -48,6 +49,7 @@ class GatheredParameters::Opened {
   size_t gathered_ = 0;  // buckets so far
   bool open_ = true;
   int exceptions_;  // under way when the scope opened
+  MakingProcess process_;
 };
 
 GatheredParameters::Opened::Opened(Scope scope)
@@ -79,7 +81,7 @@ GatheredParameters::Opened::Opened(Scope scope)
 }
 
 GatheredParameters::Opened::~Opened() {
-  if (!open_) return;
+  if (!open_ || !process_.is_this()) return;  // Note [Forked children]
   try {
     if (std::uncaught_exceptions() > exceptions_) {
       restore();

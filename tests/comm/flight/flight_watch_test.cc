@@ -24,6 +24,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using ::testing::UnorderedElementsAre;
 
 constexpr std::chrono::milliseconds kLimit{500};
@@ -146,6 +147,22 @@ TEST(FlightWatch, AnotherSequenceEndsAllRanks) {
       }
     }
     EXPECT_THAT(why, AllOf(HasSubstr("issued different collectives"), HasSubstr("group world")));
+  });
+}
+
+// The limit of a stall, 60 seconds, is for ranks that may still come.
+TEST(FlightWatch, RanksThatWaitInTwoGroupsForEachOtherEndAtOnce) {
+  const test::ScratchFolder folder;
+  ds::testing::on_store_threads(2, [&](const auto& store, int rank) {
+    const Rendezvous meeting = rendezvous(store, rank, 2, std::chrono::seconds(30));
+    const auto world = make_communicator(meeting, c10::kCPU, Backend::kShm);
+    watch_flight(meeting, *world, {.entries = 32, .folder = folder / "flight"});
+    const auto parameters = world->new_group({0, 1}, "parameters");
+    world->note_phase(rank == 0 ? "save_checkpoint" : "backward", 3);
+    Communicator& own = rank == 0 ? *world : *parameters;
+    EXPECT_THAT([&] { own.all_reduce(at::ones({4}), ReduceOp::kSum, "bucket 0").wait(); },
+                ThrowsMessage<CommError>(AllOf(HasSubstr("ranks wait for each other"),
+                                               HasSubstr("rank 0 is in save_checkpoint(), rank 1 in backward()"))));
   });
 }
 

@@ -2,6 +2,10 @@
 
 #include <gmock/gmock.h>
 
+#include <memory>
+#include <thread>
+#include <vector>
+
 #include "tests/comm/flight/flight_logs.h"
 
 namespace ds::comm::testing {
@@ -123,6 +127,55 @@ TEST(StallExplanation, ACircleIsTold) {
   EXPECT_THAT(stall.sentence, AllOf(HasSubstr("rank 0 waits in recv (Float[3], from rank 1, message 1 of group world) "
                                               "for rank 1"),
                                     HasSubstr("rank 2 waits in recv"), HasSubstr("for rank 0")));
+}
+
+// Two ranks in two groups: rank 0 waits in the world, rank 1 in "parameters".
+std::vector<std::unique_ptr<LoggedRank>> ranks_in_two_groups() {
+  auto ranks = logged_ranks(2);
+  for (int r = 0; r < 2; ++r) ranks[static_cast<size_t>(r)]->recorder().add_group("parameters", {0, 1}, r);
+  Collective saved = all_reduce_of(1, "length of a text");
+  saved.phase = "save_checkpoint";
+  Collective gathered = all_reduce_of(4, "bucket 0");
+  gathered.phase = "backward";
+  ranks[0]->wait_in(saved);
+  ranks[1]->wait_in(gathered, 1);
+  return ranks;
+}
+
+TEST(FindCircle, IsSeenAsSoonAsItIsThere) {
+  const std::vector<FlightLog> logs = logs_of(ranks_in_two_groups(), 1);
+  std::vector<FlightLog> boards;
+  for (const FlightLog& log : logs) boards.push_back(log_from_bytes(to_board(log), "board"));
+  const std::vector<WaitInCircle> circle = find_circle(boards, 2);
+  ASSERT_EQ(circle.size(), 2U);
+  EXPECT_EQ(circle[0].rank, 0);
+  EXPECT_EQ(circle[1].rank, 1);
+  EXPECT_EQ(circle[0].operation, logs[0].waiting()->sequence);
+  EXPECT_THAT(explain(logs).sentence,
+              AllOf(HasSubstr("rank 0 is in save_checkpoint(), rank 1 in backward(); rank 0 waits in all_reduce "),
+                    HasSubstr("number 1 of group world) of save_checkpoint() for rank 1")));
+}
+
+TEST(FindCircle, IsNoneWhereSomebodyMayGoOn) {
+  EXPECT_TRUE(find_circle(logs_of(ranks_in_two_groups(), 0.1), 2).empty()) << "they have just begun to wait";
+  auto ranks = ranks_in_two_groups();
+  std::thread([&] { ranks[1]->issue(all_reduce_of(4, "of another thread"), 1); }).join();
+  EXPECT_TRUE(find_circle(logs_of(ranks, 1), 2).empty())
+      << "rank 1 has another thread, which may enter what rank 0 is in";
+
+  auto late = logged_ranks(3);
+  for (auto& rank : late) rank->recorder().add_group("pair", {0, 1}, rank == late[1] ? 1 : 0);
+  late[0]->wait_in(all_reduce_of(4, "loss"));
+  late[1]->wait_in(all_reduce_of(4, "expert"), 1);
+  EXPECT_TRUE(find_circle(logs_of(late, 1), 3).empty()) << "rank 2 does not wait";
+}
+
+// A board does not tell which messages were sent.
+TEST(FindCircle, IsNotLookedForAmongMessages) {
+  auto ranks = logged_ranks(2);
+  ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  ranks[1]->wait_in(message_of(CollectiveKind::kRecv, 0));
+  EXPECT_TRUE(find_circle(logs_of(ranks, 1), 2).empty());
 }
 
 TEST(StallExplanation, AMessageThatWasSentIsNoFaultOfTheSender) {

@@ -1,5 +1,6 @@
 // env:// between processes, as a launcher starts them.
 #include <gmock/gmock.h>
+#include <sched.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -8,6 +9,7 @@
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "comm/meeting/rendezvous.h"
 #include "comm/meeting/strangers.h"
@@ -23,6 +25,7 @@ using ds::testing::ProcessRank;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::ThrowsMessage;
 
 DS_PROCESS_TEST(RendezvousProcesses, MeetByTheEnvironment, 3) {
   const comm::Rendezvous file = ranks.meet();
@@ -38,6 +41,19 @@ DS_PROCESS_TEST(RendezvousProcesses, MeetByTheEnvironment, 3) {
   // Rank 0's process holds the store, so it ends last.
   file.store->set(cat("read ", ranks.rank()), std::string("yes"));
   if (ranks.rank() == 0) file.store->wait({"read 1", "read 2"}, std::chrono::seconds(30));
+}
+
+// A network namespace of its own, as sandboxes have: rank 0, which would listen, and rank 1, which would come.
+DS_PROCESS_TEST(RendezvousProcesses, ALoopbackThatIsDownIsSaidAtOnce, 2) {
+  if (::unshare(CLONE_NEWNET) != 0) GTEST_SKIP() << "this user may not make network namespaces";
+  for (const auto& [name, value] :
+       {std::pair("RANK", cat(ranks.rank())), std::pair("WORLD_SIZE", std::string("2")),
+        std::pair("MASTER_ADDR", std::string("127.0.0.1")), std::pair("MASTER_PORT", std::string("29500"))}) {
+    ASSERT_EQ(::setenv(name, value.c_str(), 1), 0);
+  }
+  EXPECT_THAT(
+      [] { comm::rendezvous({.timeout = std::chrono::seconds(5)}); },
+      ThrowsMessage<CommError>(AllOf(HasSubstr("127.0.0.1 cannot be reached"), HasSubstr("ip link set lo up"))));
 }
 
 DS_PROCESS_TEST(RendezvousProcesses, ARankThatDiedBeforeTheMeetingIsNamed, .world_size = 3, .killed = {2}) {

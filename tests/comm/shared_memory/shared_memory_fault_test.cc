@@ -1,6 +1,12 @@
 // What the shared-memory communicator does when ranks disagree, stay away or leave.
 #include <gmock/gmock.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
 
 #include "comm/shared_memory/shared_memory_layout.h"
 #include "comm/shared_memory/shared_region.h"
@@ -62,6 +68,18 @@ TEST(SharedMemoryMismatch, KindSizeTypeOperationRootAndLabelAreCompared) {
   expect_mismatch([](Communicator& c) { c.all_reduce(torch::ones({1})).wait(); },
                   [](Communicator& c) { c.all_reduce(torch::ones({10000000})).wait(); }, "of 1 Float",
                   "of 10000000 Float");
+}
+
+TEST(SharedMemoryMismatch, TheCallOfEachRankIsNamed) {
+  run_ranks(2, [](Communicator& communicator) {
+    const bool saves = communicator.rank() == 0;
+    communicator.note_phase(saves ? "save_checkpoint" : "the program (data, forward)", 2);
+    const std::string error = error_of(
+        [&] { communicator.all_reduce(torch::ones({4}), ReduceOp::kSum, saves ? "length of a text" : "mine").wait(); });
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 0 is in save_checkpoint(), rank 1 in the program (data, forward); rank "),
+                             HasSubstr("'length of a text' (#1, step 2) of save_checkpoint()"),
+                             HasSubstr("'mine' (#1, step 2)")));
+  });
 }
 
 TEST(SharedMemoryMismatch, NewGroupsOfDifferentRanks) {
@@ -201,6 +219,28 @@ TEST(SharedRegion, MoreThanThereIsRoomForIsAnErrorWithSizes) {
   EXPECT_THAT(error_of([] { comm::SharedRegion::attach("/dsengine-test-too-large", 4096); }),
               HasSubstr("No such file or directory"))
       << "nothing is left behind";
+}
+
+// Of a process that was killed before it could take the name away, an hour ago.
+TEST(SharedRegion, WhatIsLeftOverIsRemovedOnce) {
+  const pid_t gone = fork();
+  if (gone == 0) _exit(0);
+  ASSERT_EQ(waitpid(gone, nullptr, 0), gone);
+  const auto make = [](pid_t process, const char* rest, std::chrono::hours age) {
+    const std::filesystem::path file = cat("/dev/shm/dsengine-left-", process, rest);
+    std::ofstream(file).close();
+    std::filesystem::last_write_time(file, std::filesystem::file_time_type::clock::now() - age);
+    return file;
+  };
+  const auto left = make(gone, "-1.0", std::chrono::hours(2));
+  const auto young = make(gone, "-2", std::chrono::hours(0));
+  const auto used = make(getpid(), "-3", std::chrono::hours(2));
+  const auto other = make(gone, "", std::chrono::hours(2));
+  comm::SharedRegion::remove_left_over("/dsengine-left-");
+  EXPECT_FALSE(std::filesystem::exists(left));
+  EXPECT_FALSE(std::filesystem::exists(other));
+  EXPECT_TRUE(std::filesystem::remove(young));
+  EXPECT_TRUE(std::filesystem::remove(used));
 }
 
 TEST(SharedRegion, SizesMustAgree) {
