@@ -22,9 +22,9 @@ int code_of_child(const std::function<int()>& body) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-struct Counted {
-  explicit Counted(int& ended) : ended_(ended) {}
-  ~Counted() { ++ended_; }
+struct CountsEnds {
+  explicit CountsEnds(int& ended) : ended_(ended) {}
+  ~CountsEnds() { ++ended_; }
   int& ended_;
 };
 
@@ -36,8 +36,8 @@ TEST(MakingProcess, IsNotItsForkedChild) {
 
 TEST(MakingProcess, AloneEndsWhatItMade) {
   int ended = 0;
-  auto shared = make_shared_where_made<Counted>(ended);
-  auto owned = make_owned_where_made<Counted>(ended);
+  auto shared = make_shared_where_made<CountsEnds>(ended);
+  auto owned = make_owned_where_made<CountsEnds>(ended);
   const auto drop = [&] {
     shared.reset();
     owned.reset();
