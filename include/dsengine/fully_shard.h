@@ -217,9 +217,8 @@ class FullySharded {
 // Load values before, or by FullySharded's functions: backward() throws UsageError, naming the parameter, where a
 // parameter has got other memory or another dtype since, or a frozen one requires a gradient.
 //
-// Throws UsageError for a module that is sharded already, is inside of a sharded one, or belongs to an engine or
-// another wrapper, and for two trained parameters over one memory (InitializeOptions::model says what is seen of it);
-// ConfigError for options that exclude each other, and for a mesh that does not fit a split module.
+// Throws UsageError for a module that is sharded, inside of a sharded one, or an engine's or another wrapper's, and for
+// two trained parameters over one memory; ConfigError for options that exclude each other, or a mesh that does not fit.
 std::shared_ptr<FullySharded> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
                                           const FullyShardOptions& options = {});
 template <class Contained>
