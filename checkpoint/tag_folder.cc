@@ -22,6 +22,7 @@
 #include "core/check.h"
 #include "core/files/atomic_file.h"
 #include "core/files/dangling_link.h"
+#include "core/log.h"
 #include "core/system_call.h"
 #include "core/utf8.h"
 
@@ -182,7 +183,7 @@ void TagOwner::claim(const std::string& save_dir, const std::string& tag) const 
   require(!other || other == identity_, "save_checkpoint: \"", tag, "\" in ", save_dir, ": expected a tag that this ",
           "engine has saved, or nobody, found that of another engine of this program, which would lose its ",
           "checkpoint. Give each engine a save_dir of its own (\"", (fs::path(save_dir) / "generator").native(),
-          "\"), or tags of its own");
+          "\"), or tags of its own, or end the other engine before");
   owner = identity_;
 }
 
@@ -299,6 +300,16 @@ std::vector<std::string> keep_last_tags(const std::string& save_dir, int64_t cou
     if (there(tag_path(save_dir, tag))) fs::remove_all(replaced_path(save_dir, tag), ignored);
   }
   const std::optional<std::string> latest = read_latest(save_dir);
+  const auto foreign = std::count_if(tags.begin(), tags.end(),
+                                     [&](const TagInfo& tag) { return tag.kept_by.empty() && tag.tag != kept; });
+  static std::once_flag told;
+  if (foreign > 0) {
+    std::call_once(told, [&] {
+      log::info("keep_last: ", foreign, " checkpoints in ", save_dir,
+                " were saved without it, or by an earlier build, ",
+                "and stay; remove by hand what is not needed (said once)");
+    });
+  }
   std::vector<std::string> removed;
   int64_t staying = 0;
   for (const TagInfo& tag : tags) {

@@ -62,8 +62,11 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/examples/01_first_step DESTINATION ${CMA
         COMPONENT Tools)
 
 # Manual pages and completion say what --help says. They are made by running the programs.
-find_package(Python3 COMPONENTS Interpreter)
-if(Python3_FOUND AND NOT CMAKE_CROSSCOMPILING AND NOT DS_SANITIZE)
+if(PROJECT_IS_TOP_LEVEL)
+  find_package(Python3 3.9 COMPONENTS Interpreter)
+endif()
+if(PROJECT_IS_TOP_LEVEL AND Python3_FOUND AND NOT CMAKE_CROSSCOMPILING AND NOT DS_SANITIZE AND NOT CMAKE_SKIP_RPATH
+   AND NOT CMAKE_SKIP_BUILD_RPATH AND NOT CMAKE_BUILD_WITH_INSTALL_RPATH)
   set(_ds_described ${_ds_made}/ds-launch.1.gz ${_ds_made}/ds-tool.1.gz ${_ds_made}/ds-launch.bash ${_ds_made}/ds-tool.bash)
   add_custom_command(
     OUTPUT ${_ds_described}
@@ -74,12 +77,12 @@ if(Python3_FOUND AND NOT CMAKE_CROSSCOMPILING AND NOT DS_SANITIZE)
     VERBATIM)
   add_custom_target(ds_manual ALL DEPENDS ${_ds_described})
   foreach(program ds-launch ds-tool)
-    install(FILES ${_ds_made}/${program}.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT Tools)
+    install(FILES ${_ds_made}/${program}.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT Tools OPTIONAL)
     install(FILES ${_ds_made}/${program}.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions
-            RENAME ${program} COMPONENT Tools)
+            RENAME ${program} COMPONENT Tools OPTIONAL)
   endforeach()
 else()
-  message(STATUS "Manual pages and completion: not made (they need Python 3 and programs that run here, without sanitizer)")
+  message(STATUS "Manual pages and completion: not made (they need Python 3.9 and programs that run here, without sanitizer)")
 endif()
 
 # --- find_package(dsengine) and pkg-config ---

@@ -3,7 +3,10 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <mutex>
 #include <numeric>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "comm/collective_observer.h"
@@ -15,6 +18,14 @@ namespace ds::comm {
 namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
+
+// Returns a copy of the text that stays for the rest of the process, one for each text.
+const char* kept_text(const char* text) {
+  static std::mutex mutex;
+  static auto& texts = *new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  return texts.emplace(text).first->c_str();
+}
 
 // "all_reduce (bucket 3)", without the label where there is none.
 struct About {
@@ -131,7 +142,7 @@ void Communicator::observe_with(std::shared_ptr<CollectiveObserver> observer) {
 
 void Communicator::note_phase(const char* name, int64_t step, int64_t micro_step) const {
   family_->step = step;
-  family_->phase = name;
+  family_->phase = kept_text(name);
   for (const Observation& own : observers_) own.observer->phase(name, step, micro_step);
 }
 

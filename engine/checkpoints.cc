@@ -1,5 +1,6 @@
 // The files that an engine writes and reads: checkpoints, and the model's weights in one file.
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -17,10 +18,19 @@
 namespace ds::engine {
 namespace {
 
+// Returns the rates of all groups; none where an optimizer of the program's own class does not say them.
+std::vector<double> known_rates(const ModelOptimizer& optimizer) {
+  try {
+    return optimizer.learning_rates();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
 // Warns where a load has brought the rates that the program's own schedule has set: torch's schedulers have no state
 // that could be saved. `before`: the rates before the load.
 void warn_of_own_schedule(const Engine::Impl& engine, const std::vector<double>& before) {
-  const std::vector<double> rates = engine.state.optimizer.learning_rates();
+  const std::vector<double> rates = known_rates(engine.state.optimizer);
   const auto differs = std::mismatch(rates.begin(), rates.end(), before.begin(), before.end()).first;
   if (!engine.state.optimizer.client || engine.schedule || engine.state.ranks.world->rank() != 0 ||
       differs == rates.end()) {
@@ -73,7 +83,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize(/*judged_next=*/true);
-  const std::vector<double> rates = self.state.optimizer.learning_rates();
+  const std::vector<double> rates = known_rates(self.state.optimizer);
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
   if (loaded) {  // else, or where it threw, training goes on from that step
     self.step->late().forget();

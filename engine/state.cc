@@ -54,6 +54,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
     if (modifies) {
       at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
       self.watch->renew(covered);   // what else was changed meanwhile is seen by the next look
+      self.settings->forget_values();
     }
     self.order.scopes.end_gather(modifies);
   };

@@ -214,7 +214,12 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   watch->renew();  // an optimizer of the program changes parameters in place
   if (progress.step_applied) {
     ++progress.applied_steps;
-    if (schedule) schedule->step();
+    try {
+      if (schedule) schedule->step();
+    } catch (...) {  // the step is made all the same
+      accumulation_begins();
+      throw;
+    }
     warn_of_no_value(*this);
   }
   accumulation_begins();

@@ -160,6 +160,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   }
   at::Tensor settings;
   if (self.state.pipeline_ranks() > 1) {
+    self.step->late().read(/*judged_next=*/true);  // some ranks may have, and loss scale and schedule follow from it
     settings = sent_to(self.state.ranks.device, summable_digest(self.settings->digest(StepSettings::Among::kStages)));
   }
   const at::Tensor loss = mean_of_all(self.state, result.losses, settings);

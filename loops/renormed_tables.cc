@@ -16,6 +16,7 @@
 
 #include "core/check.h"
 #include "core/op_interceptor.h"
+#include "core/text.h"
 
 namespace ds::loops {
 namespace {
@@ -53,6 +54,14 @@ std::vector<RenormedTable> renormed_tables(const torch::nn::Module& module,
     tables.push_back(std::move(*table));
   }
   return tables;
+}
+
+std::string text_of(const std::vector<RenormedTable>& tables) {
+  std::string text;
+  for (const RenormedTable& table : tables) {
+    text += cat("max_norm of ", table.name, '\t', table.max_norm, ", norm_type ", table.norm_type, '\n');
+  }
+  return text;
 }
 
 void share_shortened_rows(const RenormedTable& table, comm::Communicator& ranks, bool is_current) {

@@ -29,6 +29,9 @@ struct RenormedTable {
 std::vector<RenormedTable> renormed_tables(const torch::nn::Module& module,
                                            const std::vector<zero::Parameter>& trained);
 
+// The tables as lines "what<TAB>value", for the comparison of ranks.
+std::string text_of(const std::vector<RenormedTable>& tables);
+
 // Shortens the rows that another rank has shortened and this one has not, so that all ranks have the table that one
 // process with all lookups would have. The table is full on every rank, and the same but for such rows. Collective.
 // Throws UsageError where the ranks' tables differ in another way. `is_current`: false on a rank whose table is not the

@@ -147,6 +147,7 @@ std::string settings_of(const DistributedDataParallelOptions& options, const eng
   for (const zero::Parameter& buffer : parameters.buffers) {
     text += cat("buffer ", buffer.name, '\t', buffer.tensor.scalar_type(), ' ', buffer.tensor.sizes(), '\n');
   }
+  text += text_of(renormed_tables(module, parameters.trainable));
   return text;
 }
 

@@ -102,7 +102,8 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
   if (state_.tensor) {
     engine::require_same_on_all_ranks({}, settings + split_text(*module), inputs, ranks_.device, *ranks_.world);
   }
-  engine::require_same_on_all_ranks(parameters, settings, inputs, ranks_.device, *ranks_.all);
+  engine::require_same_on_all_ranks(parameters, settings + text_of(renormed_tables(*module, parameters.trainable)),
+                                    inputs, ranks_.device, *ranks_.all);
   awaits_values_ = options.weights.empty() && (count_on_meta(*module) > 0 || earlier.await_values());
   lay_out(parameters, units, earlier);
   norms_ = norm::give_ranks(norm::layers_without_ranks(*module), *ranks_.all);

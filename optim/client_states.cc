@@ -1,5 +1,6 @@
 #include "optim/client_states.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -8,6 +9,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <typeinfo>
@@ -143,7 +145,13 @@ GroupOptions group_options_of(const to::OptimizerOptions& options) {
 
 void visit_options(const to::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& visit) {
-  visit("lr", options.get_lr());
+  std::optional<double> lr;
+  try {
+    lr = options.get_lr();
+  } catch (const c10::Error&) {  // a class of the program's need not say it
+    return;
+  }
+  visit("lr", *lr);
   if (const auto* const lbfgs = dynamic_cast<const to::LBFGSOptions*>(&options)) {
     constexpr int64_t kNotGiven = -1;
     visit("max_iter", static_cast<double>(lbfgs->max_iter()));

@@ -61,9 +61,10 @@ bool is_over(const Work& work) {
   }
 }
 
-// Returns the number of the calling thread, from 1, among those that have used the groups.
-int32_t number_of_this_thread(std::vector<std::thread::id>& threads, FlightHeader& header) {
-  const std::thread::id own = std::this_thread::get_id();
+// Returns the number of the calling thread, from 1, among those that have made or used the groups.
+int32_t number_of_this_thread(std::vector<uint64_t>& threads, FlightHeader& header) {
+  static std::atomic<uint64_t> made{0};
+  thread_local const uint64_t own = ++made;  // std::thread::id is given again when a thread has ended
   const auto found = std::find(threads.begin(), threads.end(), own);
   const auto number = static_cast<int32_t>(found - threads.begin()) + 1;
   if (found != threads.end()) return number;
@@ -144,6 +145,7 @@ FlightRecorder::FlightRecorder(const FlightRecorderOptions& options)
   header.micro_step = -1;
   header.phase_ns = header.now_ns;
   header.host.assign(options.host);
+  number_of_this_thread(threads_, header);  // where others use the groups, the program has more than this one
 }
 
 int FlightRecorder::add_group(const std::string& name, const std::vector<int>& ranks, int own) {

@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -91,7 +90,7 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   mutable std::mutex mutex_;
   std::map<std::tuple<int, CollectiveKind, int, int>, uint64_t> messages_;  // (group, kind, peer, tag) -> how many
   std::map<std::pair<std::string, std::string>, int> names_;                // (name, ranks) of groups -> how many
-  std::vector<std::thread::id> threads_;                                    // that have used the groups
+  std::vector<uint64_t> threads_;                                           // that have made or used the groups
   MakingProcess process_;
   bool recording_ = true;
   std::list<std::pair<Ticket, Work>> on_device_;  // waited for by a stream, not by the host

@@ -111,7 +111,8 @@ GroupMemory::Offsets GroupMemory::offsets_for(int size) {
   offsets.ring_ends = page_aligned(offsets.rows + ranks * 2 * ranks * sizeof(int64_t));
   offsets.stages = page_aligned(offsets.ring_ends + ranks * ranks * sizeof(RingEnds));
   offsets.rings = offsets.stages + ranks * kSlots * kSlotBytes;
-  offsets.end = offsets.rings + ranks * ranks * ring_bytes_for(size);
+  // Pages hide how large a block is: its size counts, so that ranks with another layout see another size.
+  offsets.end = offsets.rings + ranks * ranks * ring_bytes_for(size) + sizeof(RankBlock);
   return offsets;
 }
 

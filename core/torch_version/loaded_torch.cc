@@ -1,6 +1,6 @@
 #include "core/torch_version/loaded_torch.h"
 
-#include <ATen/Version.h>
+#include <caffe2/core/common.h>
 
 #include "core/check.h"
 
@@ -16,12 +16,10 @@ std::string_view minor_of(std::string_view version) {
 }  // namespace
 
 std::string loaded_torch_version() {
-  constexpr std::string_view kKey = "TORCH_VERSION=";
-  const std::string config = at::show_config();
-  const size_t key = config.find(kKey);
-  if (key == std::string::npos) return "";
-  const size_t begin = key + kKey.size();
-  return config.substr(begin, config.find_first_of(", \n", begin) - begin);
+  // Not at::show_config(): it makes LibTorch look for its CUDA half, for good (comm/backends/cuda_plugin.cc).
+  const auto& options = caffe2::GetBuildOptions();
+  const auto found = options.find("TORCH_VERSION");
+  return found == options.end() ? std::string() : found->second;
 }
 
 void require_same_torch_minor(std::string_view compiled_for, std::string_view loaded) {

@@ -316,11 +316,17 @@ void build_steps(Engine::Impl& impl) {
                                                   .loss_scaler = impl.loss_scaler,
                                                   .batches = impl.batches});
   const bool by_default = impl.config.non_finite_gradients == config::NonFiniteGradients::kAuto;
+  const ModelOptimizer& optimizer = impl.state.optimizer;
+  const int64_t groups = optimizer.own ? static_cast<int64_t>(optimizer.own->groups().size()) : 0;
+  const bool one_group =
+      impl.state.pipeline_ranks() == 1 || largest_of_ranks(groups, impl.state.ranks.device, *impl.state.ranks.world,
+                                                           "the number of parameter groups of the stages") <= 1;
   impl.settings.emplace(StepSettingsDeps{.state = impl.state,
                                          .progress = impl.progress,
                                          .micro_batches = impl.order.micro_batches,
                                          .loss_scaler = impl.loss_scaler,
-                                         .schedule = impl.schedule});
+                                         .schedule = impl.schedule,
+                                         .one_group = one_group});
   impl.step.emplace(OptimizerStepDeps{.state = impl.state,
                                       .update = *impl.update,
                                       .scaled_backward = *impl.scaled_backward,

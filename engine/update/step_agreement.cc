@@ -302,7 +302,8 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }
   if (!all_equal(numbers + WorldPlace::kStep, ranks_.size())) explain("are at different steps");
-  parted = updated && (stages_differ() || settings_differ());
+  parted =
+      !all_equal(numbers + WorldPlace::kChanges, ranks_.size()) || (updated && (stages_differ() || settings_differ()));
   require_same_settings(updated);
   if (!all_equal(numbers + WorldPlace::kPosition, ranks_.size())) {
     explain(
@@ -310,7 +311,7 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "out");
   }
   if (gathers_differ()) {
-    parted = updated;
+    parted = parted || updated;
     explain(
         "have run different operators at stage 3: parameters were gathered in another order, so that some were "
         "computed "

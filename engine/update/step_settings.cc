@@ -40,14 +40,15 @@ void StepSettings::note_value(const SetValue& set) {
   if (deps_.state.ranks.world->size() == 1) return;
   // Parts are equal only where each rank has all of a parameter.
   if (set.is_local && deps_.state.plan.partition_optimizer) return;
-  const at::Tensor host = set.value.detach().to(at::kCPU).contiguous();
+  const at::Tensor own = set.value.detach();
+  const double norm = (own.element_size() < 4 ? own.to(at::kFloat) : own).norm().item().toDouble();
+  const at::Tensor host = own.to(at::kCPU).contiguous();
   const uint64_t checksum = checkpoint::checksum(host.const_data_ptr(), host.nbytes());
   const std::string call = set.call;
   const std::string name =
       cat(call.substr(0, call.find('(')), "(", set.parameter, set.state.empty() ? "" : ", ", set.state, ")");
   values_[name] = {.digest = joined_digest(fnv1a(name), checksum),
-                   .text = cat("values of norm ", exact_text(host.to(at::kDouble).norm().item<double>()), ", checksum ",
-                               checkpoint::to_hex(checksum)),
+                   .text = cat("values of norm ", exact_text(norm), ", checksum ", checkpoint::to_hex(checksum)),
                    .is_local = set.is_local,
                    .is_gradient = set.is_gradient};
 }
@@ -77,7 +78,7 @@ void StepSettings::visit_groups(Among among, const Use& use) const {
   }
   if (!optimizer.own) return;
   const std::vector<optimizers::GroupOptions>& groups = optimizer.own->groups();
-  if (among == Among::kStages && groups.size() > 1) return;
+  if (among == Among::kStages && !deps_.one_group) return;
   for (const optimizers::GroupOptions& one : groups) {
     use("lr", one.lr, group);
     use("weight_decay", one.weight_decay, group);

@@ -41,6 +41,7 @@ struct StepSettingsDeps {
   const MicroBatchCounter& micro_batches;
   const std::optional<optimizers::LossScaler>& loss_scaler;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
+  bool one_group = true;                         // no stage of a pipeline has more than one parameter group
 };
 
 // One per engine, used by the engine's thread. Nothing here is collective or waits for a device, but note_value() for a

@@ -189,14 +189,18 @@ void take_over_changes(ModelState& state, size_t bucket) {
       const at::Tensor shown = state.optimizer.weights(bucket, master).to(own.scalar_type());
       const at::Tensor unchanged = shown == own;
       at::Tensor taken = own.to(master.scalar_type());
+      bool all_restored = false;
       if (const auto found = state.overwritten.find(bucket); found != state.overwritten.end()) {
         const OverwrittenMaster& before = found->second;
-        taken = at::where(before.shown.to(own.device()) == own, before.master.to(own.device()), taken);
+        const at::Tensor restored = before.shown.to(own.device()) == own;
+        taken = at::where(restored, before.master.to(own.device()), taken);
+        all_restored = restored.all().item<bool>();
       } else if (master.scalar_type() != own.scalar_type() && !unchanged.all().item<bool>()) {
         state.overwritten[bucket] = {.master = master.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true),
                                      .shown = shown.to(at::kCPU)};
       }
       at::Tensor(master).copy_(at::where(unchanged, master, taken));
+      if (all_restored) state.overwritten.erase(bucket);
     });
   });
 }

@@ -161,7 +161,8 @@ std::vector<std::vector<std::string>> state_differences(const json& a, const jso
 // Takes out the entries that describe the run, and leaves those that say where training stands.
 json take_layout(json& state) {
   json layout = json::object();
-  for (const char* key : {"world_size", "pipeline_stages", "tensor_ranks", "zero_stage", "config"}) {
+  for (const char* key :
+       {"world_size", "pipeline_stages", "tensor_ranks", "zero_stage", "config", "run", "keep_last_tag"}) {
     if (!state.contains(key)) continue;
     layout[key] = state[key];
     state.erase(key);
