@@ -52,7 +52,11 @@ void expect_same_files(const fs::path& one, const fs::path& other) {
   const auto a = checkpoint::open_folder(one.string());
   const auto b = checkpoint::open_folder(other.string());
   EXPECT_EQ(a->tensors(), b->tensors());
-  EXPECT_EQ(checkpoint::to_json(a->state()), checkpoint::to_json(b->state()));
+  auto of_a = checkpoint::to_json(a->state());
+  auto of_b = checkpoint::to_json(b->state());
+  of_a.erase("run");  // of each training its own
+  of_b.erase("run");
+  EXPECT_EQ(of_a, of_b);
   EXPECT_TRUE(checkpoint::verify(one.string()).empty());
   EXPECT_TRUE(checkpoint::verify(other.string()).empty());
 }
