@@ -20,8 +20,8 @@ namespace ds::engine {
 // Any thread; calls of one rank come in the same order on all ranks.
 class JoinedJob {
  public:
-  // Joins the job; the ranks meet the first time. Throws ConfigError beside a LibTorch of another minor version, and what
-  // comm::rendezvous() throws.
+  // Joins the job; the ranks meet the first time. Throws ConfigError beside a LibTorch of another minor version, and
+  // what comm::rendezvous() throws.
   static std::shared_ptr<JoinedJob> join(const std::string& init_method, std::chrono::milliseconds timeout);
 
   explicit JoinedJob(comm::Rendezvous meeting) : meeting_(std::move(meeting)) {}
