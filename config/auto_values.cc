@@ -95,7 +95,7 @@ std::optional<AutoValue> from_hidden_size(const std::string& pointer, int64_t hi
 
 // "1e-4", "[0.9, 0.95]" and "true" are JSON; anything else is text, which converts as in a file.
 ordered_json json_of(const std::string& text) {
-  ordered_json value = parse_json<ordered_json>(text, nullptr, false);
+  auto value = parse_json<ordered_json>(text, nullptr, false);
   return value.is_discarded() ? ordered_json(text) : value;
 }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kSection = "/elasticity";
 
 void compare_with_scheduler(const DsConfig& config, const std::string& scheduled, JsonProblems& problems) {
-  const nlohmann::ordered_json seen =
+  const auto seen =
       parse_json<nlohmann::ordered_json>(scheduled, nullptr, /*allow_exceptions=*/false);
   if (!seen.is_object()) {
     problems.error(kSection,

@@ -19,8 +19,8 @@ class ClassicScope {
  private:
   // Made once and never freed: glibc has this locale at hand, and needs no memory for it.
   static locale_t c_locale() {
-    static const locale_t made = newlocale(LC_ALL_MASK, "C", locale_t{});
-    return made;
+    static const locale_t kMade = newlocale(LC_ALL_MASK, "C", locale_t{});
+    return kMade;
   }
 
   locale_t before_;

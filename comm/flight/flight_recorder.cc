@@ -64,11 +64,11 @@ bool is_over(const Work& work) {
 // Returns the number of the calling thread, from 1, among those that have made or used the groups.
 int32_t number_of_this_thread(std::vector<uint64_t>& threads, FlightHeader& header) {
   static std::atomic<uint64_t> made{0};
-  thread_local const uint64_t own = ++made;  // std::thread::id is given again when a thread has ended
-  const auto found = std::find(threads.begin(), threads.end(), own);
+  thread_local const uint64_t kOwn = ++made;  // std::thread::id is given again when a thread has ended
+  const auto found = std::find(threads.begin(), threads.end(), kOwn);
   const auto number = static_cast<int32_t>(found - threads.begin()) + 1;
   if (found != threads.end()) return number;
-  threads.push_back(own);
+  threads.push_back(kOwn);
   header.threads = number;
   return number;
 }

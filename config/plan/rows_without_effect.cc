@@ -18,6 +18,21 @@ void add_rows_of_sampling(const config::DataEfficiencySection& data, const Moot&
   moot(sampling.pin_memory, "pin_memory", "what travels to a GPU is pinned already");
 }
 
+template <class Moot>
+void add_rows_of_offload(const config::ZeroSection& zero, const Plan& plan, const Moot& moot) {
+  if (zero.offload_optimizer && plan.offload.optimizer == zero::Home::kDevice) {
+    constexpr const char* kOnDevice = "the optimizer is not offloaded";
+    moot(zero.offload_optimizer->delayed_update, "delayed_update", kOnDevice);
+    moot(zero.offload_optimizer->ratio != 1.0, "ratio", kOnDevice);
+    moot(zero.offload_optimizer->pipeline_read, "pipeline_read", kOnDevice);
+    moot(zero.offload_optimizer->pipeline_write, "pipeline_write", kOnDevice);
+  }
+  moot(zero.stage == 0 && zero.optimizer_device() != config::OffloadDevice::kNone, "offload_optimizer",
+       "stage 0 keeps everything on the device");
+  moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
+       "parameters are whole on the device below stage 3");
+}
+
 }  // namespace
 
 bool is_given(const config::DsConfig& config, const std::string& key) {
@@ -57,17 +72,7 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
        "gradient_allreduce_op: sum divides by nothing");
   moot(!plan.average_gradients && config.gradient_predivide_factor != 1.0, "gradient_predivide_factor",
        "gradient_allreduce_op: sum divides by nothing");
-  if (zero.offload_optimizer && plan.offload.optimizer == zero::Home::kDevice) {
-    constexpr const char* kOnDevice = "the optimizer is not offloaded";
-    moot(zero.offload_optimizer->delayed_update, "delayed_update", kOnDevice);
-    moot(zero.offload_optimizer->ratio != 1.0, "ratio", kOnDevice);
-    moot(zero.offload_optimizer->pipeline_read, "pipeline_read", kOnDevice);
-    moot(zero.offload_optimizer->pipeline_write, "pipeline_write", kOnDevice);
-  }
-  moot(zero.stage == 0 && zero.optimizer_device() != config::OffloadDevice::kNone, "offload_optimizer",
-       "stage 0 keeps everything on the device");
-  moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
-       "parameters are whole on the device below stage 3");
+  add_rows_of_offload(zero, plan, moot);
   moot(config.aio.use_gds && plan.offload.parameters != zero::Home::kFile, "use_gds",
        "no parameters are in files: optimizer states are updated on the host, which reads them there");
   moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
