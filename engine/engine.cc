@@ -15,7 +15,7 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
   if (!impl_->process.is_this()) {  // Note [Forked children]
-    static_cast<void>(impl_.release());
+    [[maybe_unused]] const Impl* const stays = impl_.release();
     return;
   }
   impl_->saves.end();

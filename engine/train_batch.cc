@@ -91,6 +91,13 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   }
 }
 
+// Returns the digest of the settings that stages compare, on the device; undefined where there is one rank.
+at::Tensor settings_of_stages(Engine::Impl& engine) {
+  if (engine.state.pipeline_ranks() == 1) return {};
+  engine.step->late().read(/*judged_next=*/true);  // some ranks may have, and loss scale and schedule follow from it
+  return sent_to(engine.state.ranks.device, summable_digest(engine.settings->digest(StepSettings::Among::kStages)));
+}
+
 }  // namespace
 
 at::Tensor Engine::train_batch() {
@@ -158,11 +165,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
     self.scaled_backward->drop(/*unused=*/true);
     throw;
   }
-  at::Tensor settings;
-  if (self.state.pipeline_ranks() > 1) {
-    self.step->late().read(/*judged_next=*/true);  // some ranks may have, and loss scale and schedule follow from it
-    settings = sent_to(self.state.ranks.device, summable_digest(self.settings->digest(StepSettings::Among::kStages)));
-  }
+  const at::Tensor settings = settings_of_stages(self);
   const at::Tensor loss = mean_of_all(self.state, result.losses, settings);
   self.step->note_stages(settings);
   self.progress.micro_steps += micro_batches;

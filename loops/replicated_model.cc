@@ -287,7 +287,8 @@ ReplicatedModel::ReplicatedModel(std::shared_ptr<torch::nn::Module> module,
     : impl_(std::make_unique<Impl>(std::move(module), options)) {}
 
 ReplicatedModel::~ReplicatedModel() {
-  if (!impl_->process.is_this()) static_cast<void>(impl_.release());  // Note [Forked children]
+  if (impl_->process.is_this()) return;
+  [[maybe_unused]] const Impl* const stays = impl_.release();  // Note [Forked children]
 }
 
 void ReplicatedModel::before_forward() {
