@@ -109,7 +109,7 @@ TEST(GradientCompression, EveryMethodLearnsInEveryStage) {
   }
 }
 
-// Of gradients alone: stage 0 sends nothing else.
+// Stage 0 sends gradients and, for the comparison of ranks, a few numbers a step.
 TEST(GradientCompression, CountersShowTheRatio) {
   const auto sent = [](const ordered_json& section) {
     return static_cast<double>(run_compressed(compression_config(0, section), 5).sent);
@@ -118,7 +118,7 @@ TEST(GradientCompression, CountersShowTheRatio) {
   EXPECT_NEAR(sent({{"method", "bf16"}}) / dense, 0.5, 0.01);
   EXPECT_NEAR(sent({{"method", "int8"}}) / dense, 0.252, 0.01);
   // 8 bytes an element to 3 others, where an all-reduce sends 6.
-  EXPECT_NEAR(sent({{"method", "top_k"}, {"top_k", 0.01}}) / dense, 0.01 * 24 / 6, 0.005);
+  EXPECT_NEAR(sent({{"method", "top_k"}, {"top_k", 0.01}}) / dense, 0.01 * 24 / 6, 0.01);
   EXPECT_LT(sent({{"method", "power_sgd"}, {"rank", 1}}) / dense, 0.1);
   EXPECT_LT(sent({{"method", "sign"}}) / dense, 0.06);
 }
