@@ -45,7 +45,8 @@ DS_PROCESS_TEST(RendezvousProcesses, MeetByTheEnvironment, 3) {
 
 // A network namespace of its own, as sandboxes have: rank 0, which would listen, and rank 1, which would come.
 DS_PROCESS_TEST(RendezvousProcesses, ALoopbackThatIsDownIsSaidAtOnce, 2) {
-  if (::unshare(CLONE_NEWNET) != 0) GTEST_SKIP() << "this user may not make network namespaces";
+  if (::unshare(CLONE_NEWNET) != 0 && ::unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0)
+    GTEST_SKIP() << "this user may not make network namespaces";
   for (const auto& [name, value] :
        {std::pair("RANK", cat(ranks.rank())), std::pair("WORLD_SIZE", std::string("2")),
         std::pair("MASTER_ADDR", std::string("127.0.0.1")), std::pair("MASTER_PORT", std::string("29500"))}) {
