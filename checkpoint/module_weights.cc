@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/listed.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -17,9 +18,7 @@ constexpr size_t kNamed = 8;  // in a message
 
 void append_names(std::string& text, const char* title, const std::vector<std::string>& names) {
   if (names.empty()) return;
-  text += cat(text.empty() ? "" : "; ", names.size(), " ", title, ": ");
-  for (size_t i = 0; i < names.size() && i < kNamed; ++i) text += cat(i > 0 ? ", " : "", names[i]);
-  if (names.size() > kNamed) text += cat(" and ", names.size() - kNamed, " more");
+  text += cat(text.empty() ? "" : "; ", names.size(), " ", title, ": ", listed(names, kNamed));
 }
 
 bool of_model(const std::string& path) { return path.starts_with("weights/") || path.starts_with("buffers/"); }

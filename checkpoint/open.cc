@@ -1,3 +1,4 @@
+#include "core/listed.h"
 #include "dsengine/checkpoint.h"
 
 #include <algorithm>
@@ -18,19 +19,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr size_t kMostNames = 10;  // in a message
+
 // Sorted names.
 std::vector<std::string> names_in(const fs::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename().string());
   std::sort(names.begin(), names.end());
   return names;
-}
-
-std::string listed(const std::vector<std::string>& names) {
-  constexpr size_t kMost = 10;
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) text += cat(i == 0 ? "" : ", ", names[i]);
-  return names.size() > kMost ? cat(text, " and ", names.size() - kMost, " more") : text;
 }
 
 // Where a save_dir was given in place of one of its tags: which to name. Empty when it is none.
@@ -48,9 +44,9 @@ std::string advice_on_tags(const fs::path& folder) {
   } catch (const IoError&) {  // no help to anybody
   }
   if (tags.empty() && latest.empty()) return {};
-  if (latest.empty()) return cat(": a folder of checkpoints; name one of its tags: ", listed(tags));
+  if (latest.empty()) return cat(": a folder of checkpoints; name one of its tags: ", listed(tags, kMostNames));
   return cat(": a folder of checkpoints; name one of its tags, the latest is ", (folder / latest).string(),
-             tags.empty() ? ", which holds none" : cat(" of ", listed(tags)));
+             tags.empty() ? ", which holds none" : cat(" of ", listed(tags, kMostNames)));
 }
 
 }  // namespace
@@ -80,7 +76,7 @@ std::unique_ptr<Source> open(const std::string& folder) {
   const std::vector<std::string> names = names_in(path);
   throw IoError(cat(folder, ": no checkpoint; looked for ", kIndexName, " (dsengine), *_model_states.pt (DeepSpeed), ",
                     kWeightFile, " and ", kWeightIndex, " (Hugging Face), found ",
-                    names.empty() ? "nothing" : listed(names)));
+                    names.empty() ? "nothing" : listed(names, kMostNames)));
 }
 
 }  // namespace ds::checkpoint

@@ -6,16 +6,14 @@
 #include <cmath>
 #include <utility>
 
+#include "core/listed.h"
 #include "core/text.h"
 
 namespace ds::engine {
 
 std::string name_of_samples(const std::vector<int64_t>& samples) {
   constexpr size_t kMost = 256;
-  std::string text = samples.size() == 1 ? "sample " : "samples ";
-  for (size_t i = 0; i < std::min(samples.size(), kMost); ++i) text += cat(i == 0 ? "" : ", ", samples[i]);
-  if (samples.size() > kMost) text += cat(" and ", samples.size() - kMost, " more");
-  return text + " of the training data";
+  return cat(samples.size() == 1 ? "sample " : "samples ", listed(samples, kMost), " of the training data");
 }
 
 void BatchNotes::begin(int64_t micro_batch, const DataLoader* loader) {

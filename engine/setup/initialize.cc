@@ -10,6 +10,7 @@
 #include "comm/job/error_stacks.h"
 #include "core/check.h"
 #include "core/files/joined_file.h"
+#include "core/listed.h"
 #include "core/log.h"
 #include "core/memory/host_memory.h"
 #include "core/write_signals.h"
@@ -185,7 +186,7 @@ void tell_of_buffers(const ModelState& model, bool from_file) {
   const std::vector<std::string> names = buffers_that_differ(*model.module, ranks, model.ranks.device);
   if (names.empty() || from_file || ranks.rank() != 0) return;
   log::warning(
-      "initialize: the model's buffers differ between data ranks: ", first_of(names),
+      "initialize: the model's buffers differ between data ranks: ", listed(names, kMostBuffersNamed),
       ". All ranks go on with those of ",
       "rank 0, as with its parameters. State that each rank keeps for itself is set after initialize(); values ",
       "that are drawn at random have to be drawn alike");

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "core/splitmix64.h"
 #include "core/text.h"
 #include "core/text_hash.h"
 #include "optim/client_states.h"
@@ -16,13 +17,7 @@ namespace {
 
 constexpr int64_t kNoGroup = -1;
 
-// Mixes all bits of `value` into all bits of the digest (the finalizer of SplitMix64).
-uint64_t joined_digest(uint64_t digest, uint64_t value) {
-  uint64_t bits = digest * 0x9E3779B97F4A7C15 + value;
-  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9;
-  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB;
-  return bits ^ (bits >> 31);
-}
+uint64_t joined_digest(uint64_t digest, uint64_t value) { return splitmix64(digest ^ splitmix64(value)); }
 
 // The shortest text that reads back as the same number, because ranks may differ in the last digit.
 std::string exact_text(double value) {

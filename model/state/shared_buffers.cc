@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/agreement.h"
+#include "core/listed.h"
 #include "core/text.h"
 #include "zero/value_digest.h"
 
@@ -70,13 +71,6 @@ std::vector<std::string> buffers_that_differ(const torch::nn::Module& module, co
   return names;
 }
 
-std::string first_of(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 6;
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) text += cat(i == 0 ? "" : ", ", names[i]);
-  return names.size() <= kShown ? text : cat(text, " and ", names.size() - kShown, " more");
-}
-
 std::string advice_on_buffers(const std::vector<std::string>& names) {
   std::vector<std::string> statistics;
   std::vector<std::string> others;
@@ -85,12 +79,12 @@ std::string advice_on_buffers(const std::vector<std::string>& names) {
       ". Each rank keeps its own. A checkpoint keeps those of every rank for a run on as many "
       "ranks; another number of ranks and save_16bit_model() get rank 0's";
   if (!statistics.empty()) {
-    text =
-        cat(first_of(statistics), " (running statistics of BatchNorm: \"sync_batchnorm\": true computes them over all ",
-            "ranks, \"broadcast_buffers\": true gives all ranks those of rank 0)", text);
+    text = cat(listed(statistics, kMostBuffersNamed),
+               " (running statistics of BatchNorm: \"sync_batchnorm\": true computes them over all ",
+               "ranks, \"broadcast_buffers\": true gives all ranks those of rank 0)", text);
   }
   if (others.empty()) return text;
-  return cat(first_of(others),
+  return cat(listed(others, kMostBuffersNamed),
              " (state of the program's: right where each rank keeps its own, as a hidden state, a queue ",
              "or a field; else compute it from values that all ranks share)", statistics.empty() ? "" : ", ", text);
 }

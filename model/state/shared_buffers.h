@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,12 +21,12 @@ void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& rank
 // device.
 uint64_t digest_of_buffers(const torch::nn::Module& module);
 
+inline constexpr size_t kMostBuffersNamed = 6;  // in a message
+
 // Returns the names of the buffers that have other values on some rank than on the first one, in the order of the
 // module; none where ranks have different numbers of buffers. Collective.
 std::vector<std::string> buffers_that_differ(const torch::nn::Module& module, comm::Communicator& ranks,
                                              c10::Device device);
-// Joins the first of the names for a message, and says how many more there are.
-std::string first_of(const std::vector<std::string>& names);
 // Returns a warning's text about buffers that differ between ranks: their names, and what becomes of each kind, running
 // statistics of BatchNorm or state that the program keeps.
 std::string advice_on_buffers(const std::vector<std::string>& names);
