@@ -112,7 +112,7 @@ int run_job(Options options, const std::vector<std::string>& environment, Consol
 // signal, 255 when a host was lost, 127 or 126 when the program was not found or cannot be run, 2 for a wrong command
 // line or setting.
 int launch(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
-  // What the parent ignores stays ignored over exec. Ranks get the defaults back.
+  // A signal that the parent ignores stays ignored over exec, so each is set here. Ranks get the defaults back.
   signal(SIGCHLD, SIG_DFL);  // else the kernel keeps no status of a rank that has ended
   signal(SIGPIPE, SIG_IGN);  // a reader that is gone must not end the training
   signal(SIGXFSZ, SIG_IGN);  // nor must a log that has come to a limit (ulimit -f)

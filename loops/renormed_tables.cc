@@ -25,7 +25,7 @@ template <class Layer>
 std::optional<RenormedTable> table_of(const torch::nn::Module& module) {
   const auto* const layer = module.as<Layer>();
   if (layer == nullptr || !layer->options.max_norm()) return std::nullopt;
-  // As torch::nn::functional::embedding() rounds them.
+  // torch::nn::functional::embedding() rounds both to float, too.
   return RenormedTable{.name = {},
                        .weight = layer->weight,
                        .max_norm = static_cast<float>(*layer->options.max_norm()),

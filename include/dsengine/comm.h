@@ -158,9 +158,10 @@ class Communicator {
   // Adds an observer, which sees operations of this group, and of groups made from it later. Call before the first
   // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
-  // Tells the observers what the program does from now on: "backward", "step", ..., a string that stays; micro_step -1:
-  // none. Later operations of this group, of groups made from it and of the group that it was made from are marked with
-  // both, which messages about ranks that differ then name.
+  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. The text is
+  // copied, once for each text, so that only few different ones should be given. Later operations of this group, of
+  // groups made from it and of the group that it was made from are marked with both, which messages about ranks that
+  // differ then name.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);

@@ -174,7 +174,7 @@ TEST(SharedMemory, WithoutACommonElementOrWithoutTrainingIsFine) {
   });
 }
 
-// What initialize() writes to the log of a network of which `keep` keeps something.
+// Returns what initialize() logs for a network of which `keep` holds a part.
 template <class Keep>
 std::string log_of_start(const Keep& keep) {
   testing::internal::CaptureStderr();

@@ -79,7 +79,7 @@ TEST_P(ReportedLoss, WithoutAnyGradientTwiceIsAWarning) {
   EXPECT_THAT(log_of(GetParam(), once), Not(HasSubstr("all gradients are zero")));
 }
 
-// What each rank measures, averaged, and a decision of one rank that all follow: early stop, a signal.
+// mean() averages what each rank measures; agree() makes all ranks follow the decision of one, as to stop early.
 TEST_P(ReportedLoss, MeansAndDecisionsAreThoseOfAllRanks) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;

@@ -156,7 +156,7 @@ TEST(CheckpointCalls, KeepLastRemovesWhatItHasSavedAndSaysSo) {
   EXPECT_FALSE(is_there("step2") || is_there("step3"));
 }
 
-// As a checkpoint beside those for restarts.
+// The best model so far is kept beside the checkpoints that restarts need.
 TEST(CheckpointCalls, TheConfigsKeepLastLeavesAloneWhatLatestDoesNotName) {
   const test::ScratchFolder folder;
   const std::string dir = folder.path().string();
