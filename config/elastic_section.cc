@@ -13,8 +13,7 @@ namespace {
 constexpr const char* kSection = "/elasticity";
 
 void compare_with_scheduler(const DsConfig& config, const std::string& scheduled, JsonProblems& problems) {
-  const auto seen =
-      parse_json<nlohmann::ordered_json>(scheduled, nullptr, /*allow_exceptions=*/false);
+  const auto seen = parse_json<nlohmann::ordered_json>(scheduled, nullptr, /*allow_exceptions=*/false);
   if (!seen.is_object()) {
     problems.error(kSection,
                    "the environment variable DEEPSPEED_ELASTICITY_CONFIG is no JSON object; unset it, or set "
