@@ -52,12 +52,12 @@ struct ResidualNet : torch::nn::Module {
   torch::nn::Linear head;
 };
 
-struct Images {
+struct LabelledImages {
   at::Tensor pixels;  // [kGlobalBatch, 3, 8, 8]
   at::Tensor labels;  // [kGlobalBatch]
 };
 
-Images images_of(int step) {
+LabelledImages images_of(int step) {
   at::Generator generator = generator_of(1000 + static_cast<uint64_t>(step));
   const at::Tensor labels = torch::randint(kClasses, {kGlobalBatch}, generator, torch::kLong);
   const at::Tensor pixels = torch::randn({kGlobalBatch, 3, 8, 8}, generator);
@@ -72,7 +72,7 @@ Losses train_cnn_on_engine(comm::Communicator& communicator, const Config& zero)
   const auto engine = start(model, adamw_config(zero), communicator).engine;
   Losses losses;
   for (int step = 0; step < kProgramSteps; ++step) {
-    const Images images = images_of(step);
+    const LabelledImages images = images_of(step);
     const at::Tensor loss = model->loss(part_of(images.pixels, communicator), part_of(images.labels, communicator));
     engine->backward(loss);
     engine->step();
@@ -86,7 +86,7 @@ Losses train_cnn_plainly(int /*world*/) {
   torch::optim::AdamW optimizer(model.parameters(), adamw_options());
   Losses losses;
   for (int step = 0; step < kProgramSteps; ++step) {
-    const Images images = images_of(step);
+    const LabelledImages images = images_of(step);
     optimizer.zero_grad();
     const at::Tensor loss = model.loss(images.pixels, images.labels);
     loss.backward();
@@ -109,7 +109,7 @@ Losses train_batch_norm_plainly(int world, int reordered) {
   torch::optim::AdamW optimizer(model.parameters(), adamw_options());
   Losses losses;
   for (int step = 0; step < kProgramSteps; ++step) {
-    const Images images = images_of(step);
+    const LabelledImages images = images_of(step);
     std::vector<at::Tensor> pixels = images.pixels.chunk(world);
     std::vector<at::Tensor> labels = images.labels.chunk(world);
     optimizer.zero_grad();

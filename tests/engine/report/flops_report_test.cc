@@ -39,7 +39,7 @@ nlohmann::ordered_json profiled_config(int stage, int profile_step = 1) {
   return config;
 }
 
-void make_steps(Engine& engine, SmallNet& model, int steps) {
+void make_counted_steps(Engine& engine, SmallNet& model, int steps) {
   for (int64_t micro = 0; micro < 2 * steps; ++micro) {
     engine.backward(model->loss(sample(micro, engine.global_rank())));
     engine.step();
@@ -54,9 +54,9 @@ TEST_P(FlopsOfAStep, IsThatOfOneMicroBatch) {
   test::run_ranks(2, [](comm::Communicator& ranks) {
     SmallNet model;
     const auto engine = start(model.ptr(), profiled_config(GetParam()), ranks).engine;
-    make_steps(*engine, model, 1);
+    make_counted_steps(*engine, model, 1);
     EXPECT_FALSE(flops_profile(*engine)) << "profile_step 1 is the second step";
-    make_steps(*engine, model, 1);
+    make_counted_steps(*engine, model, 1);
     ASSERT_TRUE(flops_profile(*engine));
     const FlopsProfile profile = *flops_profile(*engine);
     const ModuleFlops& all = profile.modules.front();
@@ -72,7 +72,7 @@ TEST_P(FlopsOfAStep, IsThatOfOneMicroBatch) {
                 AllOf(HasSubstr("flops profile of step 2"), ContainsRegex("data parallel size: +2\n"),
                       ContainsRegex("batch size per GPU: +4\n"), ContainsRegex("params of model: +135\n"),
                       ContainsRegex("fwd latency: +[0-9.]+ [mu]?s\n"), ContainsRegex("samples/second: +[0-9.]+\n")));
-    make_steps(*engine, model, 2);
+    make_counted_steps(*engine, model, 2);
     EXPECT_EQ(flops_profile(*engine)->text, profile.text) << "once in a run";
   });
 }
@@ -96,7 +96,7 @@ TEST(FlopsReport, TheFirstStepAndOneThatBeginsAnew) {
     engine->backward(model->loss(sample(0, 0)));
     engine->step();
     engine->zero_grad();  // drops half of the step
-    make_steps(*engine, model, 1);
+    make_counted_steps(*engine, model, 1);
     ASSERT_TRUE(flops_profile(*engine));
     EXPECT_EQ(flops_profile(*engine)->modules.front().macs, kProducts);
   });
@@ -108,13 +108,13 @@ TEST(FlopsReport, OfARunThatIsResumed) {
   test::run_ranks(1, [&](comm::Communicator& ranks) {
     SmallNet model;
     const auto engine = start(model.ptr(), small_config(0, 2), ranks).engine;
-    make_steps(*engine, model, 3);
+    make_counted_steps(*engine, model, 3);
     engine->save_checkpoint(scratch.path().string(), "three");
     for (const int step : {1, 3, 4}) {
       SmallNet again;
       const auto resumed = start(again.ptr(), profiled_config(0, step), ranks).engine;
       resumed->load_checkpoint(scratch.path().string());
-      make_steps(*resumed, again, 2);
+      make_counted_steps(*resumed, again, 2);
       ASSERT_EQ(flops_profile(*resumed).has_value(), step >= 3) << step;
       if (step >= 3) EXPECT_EQ(flops_profile(*resumed)->modules.front().macs, kProducts) << step;
     }
@@ -130,7 +130,7 @@ TEST(FlopsReport, ToAFile) {
     config["flops_profiler"]["detailed"] = false;
     SmallNet model;
     const auto engine = start(model.ptr(), config, ranks).engine;
-    make_steps(*engine, model, 1);
+    make_counted_steps(*engine, model, 1);
     ranks.barrier();
     if (ranks.rank() == 0) EXPECT_EQ(test::file_text(path), flops_profile(*engine)->text);
     EXPECT_THAT(flops_profile(*engine)->text, Not(HasSubstr("each module")));
@@ -158,7 +158,7 @@ TEST(FlopsReport, ANegativeStepIsNeverProfiled) {
   test::run_ranks(1, [](comm::Communicator& ranks) {
     SmallNet model;
     const auto engine = start(model.ptr(), profiled_config(0, /*profile_step=*/-1), ranks).engine;
-    make_steps(*engine, model, 2);
+    make_counted_steps(*engine, model, 2);
     EXPECT_FALSE(flops_profile(*engine));
     EXPECT_THAT(config::parse(profiled_config(0, -1)).warnings, ::testing::Contains(HasSubstr("no step is profiled")));
   });
