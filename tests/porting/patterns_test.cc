@@ -100,8 +100,8 @@ TEST_P(Patterns, AContrastiveLossOverAllRanks) {
   test::run_ranks(kPatternRanks, [&](comm::Communicator& communicator) {
     Towers towers;
     const auto engine = start(towers.ptr(), small_config(GetParam(), 1), communicator).engine;
-    const SmallNet encoder = towers->encoder;
-    const torch::nn::Linear target = towers->target;
+    SmallNet encoder = towers->encoder;
+    torch::nn::Linear target = towers->target;
     for (int step = 0; step < kPatternSteps; ++step) {
       const Batch batch = padded_batch(step, communicator.rank());
       const at::Tensor queries = encoder->forward(batch.data);
@@ -145,11 +145,10 @@ struct ExpertsImpl : torch::nn::Module {
     fill(*this);
   }
   at::Tensor forward(const at::Tensor& x, const at::Tensor& chosen) {
-    torch::nn::ModuleListImpl& experts = *this->experts;
     at::Tensor mixed = torch::zeros_like(x);
     for (int64_t expert = 0; expert < kExperts; ++expert) {
       const at::Tensor rows = chosen.eq(expert).nonzero().squeeze(1);  // perhaps none: it runs all the same
-      mixed = mixed.index_add(0, rows, experts[expert]->as<torch::nn::Linear>()->forward(x.index_select(0, rows)));
+      mixed = mixed.index_add(0, rows, (*experts)[expert]->as<torch::nn::Linear>()->forward(x.index_select(0, rows)));
     }
     return mixed;
   }
