@@ -1,7 +1,9 @@
 // The program's backward passes: from a loss, from any tensor and its gradient, and from one loss for several engines.
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "core/check.h"
@@ -78,17 +80,25 @@ struct NextBatch {
 
 // The stages of a backward pass of one engine, in their order; of several engines, each stage runs for all of them.
 
-void require_backward(Engine::Impl& engine) {
+// `counted`: the pass gives a count.
+void require_backward(Engine::Impl& engine, bool counted = false) {
   engine.order.require(Call::kBackward);
+  engine.scaled_backward->counts().require_kind(counted ? "backward_mean()" : "backward()", counted);
   engine.state.gradients.reducer->neighbours().require_no_gradients("backward()");
   engine.shown->require_untouched("backward()");
   engine.update->settle(Update::Next::kBackward);
   engine.watch->look("backward()");
 }
 
-// `loss`: undefined where it is not known.
-void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas) {
+// `loss`: undefined where it is not known; with a count the sum, which is divided by no number of micro-batches.
+void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas,
+                    std::optional<double> count = std::nullopt) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
+  if (count) {
+    engine.scaled_backward->counts().add(*count, counter.per_update());
+  } else {
+    engine.scaled_backward->counts().note_mean();
+  }
   engine.reporter->backward_begins();
   engine.divides_loss = scale_wrt_gas;
   const int64_t micro_batch = counter.done();
@@ -119,7 +129,11 @@ void end_backward(Engine::Impl& engine) {
   if (state.ranks.groups.buffers && synchronizes) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   counter.note_backward();
   const After pass = reduced ? After::kLastGradient : counter.at_boundary() ? After::kUnreduced : After::kPart;
-  engine.shown->show(pass, engine.scaled_backward->scales_loss());
+  const char* const factor = engine.scaled_backward->counts().used()
+                                 ? "step() divides it by the counts of backward_mean()"
+                             : engine.scaled_backward->scales_loss() ? "the loss scale of fp16 is still in it"
+                                                                     : nullptr;
+  engine.shown->show(pass, factor);
   engine.reporter->backward_ends();
 }
 
@@ -137,12 +151,37 @@ at::Tensor backward_of_loss(Engine::Impl& engine, const at::Tensor& loss, bool r
   return averaged.detach();
 }
 
+at::Tensor backward_of_sum(Engine::Impl& engine, const at::Tensor& sum, double count, bool retain_graph) {
+  require(!engine.state.plan.pipeline, "backward_mean(): the model is a pipeline, whose train_batch() averages over ",
+          "micro-batches: expected a model in one stage. In a pipeline, give micro-batches of equal counts, or divide ",
+          "the sum by a constant in the loss function");
+  engine.order.require_driver(Call::kBackward);
+  require(sum.defined() && sum.numel() == 1, "backward_mean(): expected a scalar, the sum of the losses of all tokens ",
+          "(or nodes, or labels) of this micro-batch, found ", describe(sum), "; reduce it with loss.sum()");
+  require_graph(sum, "sum");
+  require(std::isfinite(count) && count >= 0, "backward_mean(): count: expected the number of tokens that are in the ",
+          "sum, 0 or more, found ", count);
+  require_backward(engine, /*counted=*/true);
+  const Phases::Scope phase(engine.phases, "backward_mean");
+  const Autocast::Pause pause(engine.state.ranks.device.type());
+  begin_backward(engine, sum, /*scale_wrt_gas=*/false, count);
+  const at::Tensor scaled = engine.scaled_backward->scaled(sum / engine.scaled_backward->counts().unit());
+  run_backward(engine, [&] { scaled.backward({}, retain_graph); });
+  end_backward(engine);
+  return sum.detach() / (count > 0 ? count : 1.0);
+}
+
 void backward_of_tensor(Engine::Impl& engine, const at::Tensor& out, const at::Tensor& gradient, bool retain_graph,
                         bool scale_wrt_gas) {
   engine.order.require_driver(Call::kBackward);
   require(out.defined() && gradient.defined() && out.sizes() == gradient.sizes(),
           "backward(out, gradient): expected a gradient of the shape of out, found ", describe(out), " and ",
           describe(gradient));
+  require(out.dim() > 0 && gradient.is_floating_point(),
+          "backward(out, gradient): expected a tensor that is no scalar ", "and a floating-point gradient, found ",
+          describe(out), " and ", describe(gradient),
+          "; a mean over a count is backward_mean(sum, count), and a scalar is multiplied by its factor: ",
+          "backward(loss * factor)");
   require_graph(out, "tensor");
   require_backward(engine);
   const Phases::Scope phase(engine.phases, "backward");
@@ -158,6 +197,10 @@ void backward_of_tensor(Engine::Impl& engine, const at::Tensor& out, const at::T
 
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   return impl_->named([&] { return backward_of_loss(*impl_, loss, retain_graph, scale_wrt_gas); });
+}
+
+at::Tensor Engine::backward_mean(const at::Tensor& sum, double count, bool retain_graph) {
+  return impl_->named([&] { return backward_of_sum(*impl_, sum, count, retain_graph); });
 }
 
 void Engine::backward(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas) {

@@ -42,6 +42,9 @@ at::Tensor evaluate_closure(Engine::Impl& engine, const std::function<at::Tensor
   const at::Tensor loss = closure();
   require(engine.order.micro_batches.awaits_step(),
           "step(closure): expected that the closure calls engine->backward(loss), found that it ", "has not");
+  require(!engine.scaled_backward->counts().used(), "step(closure): expected that the closure calls ",
+          "engine->backward(loss), found backward_mean(sum, count), whose counts are known in step() alone, while the ",
+          "optimizer asks for the loss and its gradient several times in a step");
   return mean_loss(loss, engine.state.ranks);
 }
 

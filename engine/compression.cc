@@ -64,7 +64,7 @@ void Engine::Impl::show_gradients_to_compression() {
     const ParameterValues values(state, weight, "snip_momentum");
     const at::Tensor gradient = reduced_gradient(values, "snip_momentum");
     compression::WeightAndGradient result = {.weight = {},
-                                             .gradient = values.whole(gradient) / scaled_backward->loss_scale()};
+                                             .gradient = values.whole(gradient) / scaled_backward->gradient_scale()};
     values.use_master(/*changes=*/false, [&](const at::Tensor& master) { result.weight = values.whole(master); });
     return result;
   });

@@ -65,27 +65,27 @@ double Engine::clip_grad_norm_(double max_norm) {
 at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
   const Phases::Scope phase(impl_->phases, "safe_get_full_grad");
   const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
-  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->scaled_backward->loss_scale();
+  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->scaled_backward->gradient_scale();
 }
 
 void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const Phases::Scope phase(impl_->phases, "safe_set_full_grad");
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
-  values.write_whole(flat, value * impl_->scaled_backward->loss_scale());
+  values.write_whole(flat, value * impl_->scaled_backward->gradient_scale());
   impl_->settings->note_value(
       {.call = "safe_set_full_grad()", .parameter = values.name(), .value = value, .is_gradient = true});
 }
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_local_grad()");
-  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->scaled_backward->loss_scale();
+  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->scaled_backward->gradient_scale();
 }
 
 void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_local_grad()");
-  values.write_local(flat, value * impl_->scaled_backward->loss_scale());
+  values.write_local(flat, value * impl_->scaled_backward->gradient_scale());
   impl_->settings->note_value({.call = "safe_set_local_grad()",
                                .parameter = values.name(),
                                .value = value,

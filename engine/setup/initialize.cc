@@ -327,6 +327,7 @@ void build_steps(Engine::Impl& impl) {
                                          .micro_batches = impl.order.micro_batches,
                                          .loss_scaler = impl.loss_scaler,
                                          .schedule = impl.schedule,
+                                         .counts = impl.scaled_backward->counts(),
                                          .one_group = one_group});
   impl.step.emplace(OptimizerStepDeps{.state = impl.state,
                                       .update = *impl.update,

@@ -67,6 +67,8 @@ class LateStep {
   // Begins a step whose comparison of ranks is read later. Its norm may still be waited for: then end() is not called.
   void begin(StepAgreement agreement, const BatchNotes& batches);
   bool exists() const { return record_.has_value(); }
+  // The comparison of ranks of the step that exists.
+  const StepAgreement& agreement() const { return record_->agreement; }
   // Whether the host can do without the loss scale that follows this step until it is read. It cannot where the scaler
   // would throw, or where a scale of 1 would show gradients to the program as they are.
   bool loss_scale_may_be_late() const;

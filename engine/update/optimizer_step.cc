@@ -92,12 +92,15 @@ void OptimizerStep::run() {
   deps_.reporter.reductions_end();
   if (state.ranks.device.is_cpu()) {
     agree(agreement, /*updated=*/false);
+    take_tokens(agreement);
   } else {  // on all ranks alike, whatever each of them does with the norm
     late_.begin(std::move(agreement), deps_.data.batches);
   }
   if (plan.require_all_gradients) require_gradients(state, deps_.scaled_backward);  // which all ranks wait for
   if (judges_late()) return run_late();
-  const double scale = deps_.scaled_backward.loss_scale();
+  if (late_.exists()) take_tokens(late_.agreement());
+  const double loss_scale = deps_.scaled_backward.loss_scale();
+  const double scale = deps_.scaled_backward.gradient_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   const bool has_norm = plan.compute_grad_norm || clip_once;
   const double norm = has_norm ? global_norm(state) / scale : 0.0;
@@ -120,7 +123,12 @@ void OptimizerStep::run() {
   require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
   if (!deps_.loss_scaler) return;
   deps_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
-  state.fp8->gradients_scaled(deps_.loss_scaler->scale() / scale);
+  state.fp8->gradients_scaled(deps_.loss_scaler->scale() / loss_scale);
+}
+
+void OptimizerStep::take_tokens(const StepAgreement& agreement) {
+  TokenCounts& counts = deps_.scaled_backward.counts();
+  if (counts.used() && !counts.total_is_known()) counts.take_total(agreement.tokens());
 }
 
 bool OptimizerStep::judges_late() const {
@@ -133,14 +141,26 @@ void OptimizerStep::run_late() {
   const Plan& plan = deps_.state.plan;
   const double loss_scale = deps_.scaled_backward.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
-  optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
+  TokenCounts& counts = deps_.scaled_backward.counts();
+  if (deps_.state.ranks.part->size() == 1) take_tokens(late_.agreement());  // which the host has
+  at::Tensor divisor;  // of TokenCounts, where only the device knows it
+  if (counts.used() && !counts.total_is_known()) {
+    divisor = counts.divisor_on_device(late_.agreement().tokens_on_device());
+  }
+  const double gradient_scale = divisor.defined() ? loss_scale : deps_.scaled_backward.gradient_scale();
+  optimizers::StepScale scale{.factor = 1.0 / gradient_scale, .device_factor = {}, .skip = {}};
   at::Tensor norm;
   at::Tensor bad;
   if (plan.compute_grad_norm || clip_once) {
-    norm = global_norm_on_device(deps_.state) / loss_scale;
+    norm = global_norm_on_device(deps_.state) / gradient_scale;
+    if (divisor.defined()) norm = norm / divisor;
     bad = at::isfinite(norm).logical_not_();
     if (plan.non_finite == config::NonFiniteGradients::kSkip) scale.skip = bad.to(at::kFloat);
     scale.device_factor = optimizers::clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
+  }
+  if (divisor.defined()) {
+    const at::Tensor factor = divisor.reciprocal().to(at::kFloat);
+    scale.device_factor = scale.device_factor.defined() ? scale.device_factor * factor : factor;
   }
   Readback told(norm);
   deps_.progress.gradient_norm.reset();
@@ -168,12 +188,12 @@ double OptimizerStep::clip(double max_norm) {
   deps_.update.settle(Update::Next::kRead);
   finish_gradients(deps_.state);
   clip_once_ = std::min(max_norm, clip_once_.value_or(max_norm));
-  return global_norm(deps_.state) / deps_.scaled_backward.loss_scale();
+  return global_norm(deps_.state) / deps_.scaled_backward.gradient_scale();
 }
 
-void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
+void OptimizerStep::apply(double norm, double gradient_scale, double clip_once) {
   const double factor = optimizers::clip_factor(norm, {clip_once, deps_.state.plan.clip_norm});
-  deps_.update.apply(factor / loss_scale);
+  deps_.update.apply(factor / gradient_scale);
   note_update();
 }
 
@@ -225,6 +245,8 @@ StepFacts OptimizerStep::facts() {
   StepFacts facts;
   facts.loss = data.batches.loss_of_step();
   if (facts.loss.defined()) facts.loss = facts.loss.to(state.ranks.device);
+  const TokenCounts& counts = deps_.scaled_backward.counts();
+  if (counts.used()) facts.tokens = counts.own();
   facts.step = deps_.progress.global_steps;
   if (data.loader) facts.delivered = data.loader->delivered();
   if (data.sampler) facts.position = digest_of(data.sampler->state());

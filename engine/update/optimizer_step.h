@@ -86,13 +86,15 @@ class OptimizerStep {
   void agree(StepAgreement& agreement, bool updated);
   // Collects what this rank compares with others, and resets it.
   StepFacts facts();
+  // Gives TokenCounts the sum over ranks that the comparison has brought. On a GPU of several ranks it waits for it.
+  void take_tokens(const StepAgreement& agreement);
   // Whether run_late() makes the next step. All ranks of the world answer alike, because run() and run_late() wait for
   // other ranks at different places.
   bool judges_late() const;
   // Makes the step without waiting for the device: Note [Steps that are judged late] in late_step.h.
   void run_late();
   // Updates the weights with the clipped gradients. `clip_once`: the norm given to clip(), 0 for none.
-  void apply(double norm, double loss_scale, double clip_once);
+  void apply(double norm, double gradient_scale, double clip_once);
   // Notes that the weights of the step are updated.
   void note_update();
   // Ends the step for the scales of FP8 layers. `skip`: StepScale::skip, by which the device says that the step changes

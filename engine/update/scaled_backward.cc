@@ -47,7 +47,9 @@ void ScaledBackward::run(bool boundary, const std::function<void()>& pass, std::
   };
   try {
     if (parts_.order.scopes.gives_last_gradients(boundary)) {
-      parts_.update.run_last_pass([this] { return 1.0 / loss_scale(); }, reduced_pass);
+      // Which ranks update inside the pass is each one's own matter, so that all exchange their counts before it.
+      if (parts_.state.plan.offload.speculative) counts_.divisor();
+      parts_.update.run_last_pass([this] { return 1.0 / gradient_scale(); }, reduced_pass);
     } else {
       reduced_pass();
     }
@@ -62,6 +64,7 @@ void ScaledBackward::run(bool boundary, const std::function<void()>& pass, std::
 
 void ScaledBackward::drop(bool unused) {
   forget_gradients(parts_.state);
+  counts_.forget();
   parts_.batches.forget(unused);
   if (parts_.state.gradients.check) parts_.state.gradients.check->reset();
 }

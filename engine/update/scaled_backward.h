@@ -12,6 +12,7 @@
 
 #include "config/order/call_order.h"
 #include "engine/report/batch_notes.h"
+#include "engine/update/token_counts.h"
 #include "engine/update/update.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
@@ -32,7 +33,11 @@ struct ScaledBackwardDeps {
 // Scales losses and runs backward passes. Used by the engine's thread.
 class ScaledBackward {
  public:
-  explicit ScaledBackward(const ScaledBackwardDeps& parts) : parts_(parts) {}
+  explicit ScaledBackward(const ScaledBackwardDeps& parts) : parts_(parts), counts_(parts.state) {}
+
+  // The counts of backward_mean() in the running accumulation.
+  TokenCounts& counts() { return counts_; }
+  const TokenCounts& counts() const { return counts_; }
 
   // Returns the loss divided by the number of micro-batches of an update.
   at::Tensor averaged(const at::Tensor& loss) const;
@@ -40,6 +45,9 @@ class ScaledBackward {
   at::Tensor scaled(const at::Tensor& averaged) const;
   // Returns the loss scale of the next passes. Waits where only the device knows it.
   double loss_scale() const;
+  // Returns what reduced gradients of the running accumulation are to be divided by: the loss scale, and what
+  // TokenCounts says. Collective with backward_mean().
+  double gradient_scale() { return loss_scale() * counts_.divisor(); }
   // Whether the loss scale is another than 1. Does not wait.
   bool scales_loss() const { return device_scale_.defined() || loss_scale() != 1.0; }
   // Takes a loss scale for the next passes that only the device knows: float32 [], never 1. `read` gives it to the loss
@@ -59,6 +67,7 @@ class ScaledBackward {
 
  private:
   ScaledBackwardDeps parts_;
+  TokenCounts counts_;
   at::Tensor device_scale_;
   std::function<void()> read_scale_;
 };

@@ -41,7 +41,7 @@ at::Tensor alias_of(const at::Tensor& flat, const Segment& segment, const at::Te
 
 }  // namespace
 
-const char* ShownGradients::reason_against(After pass, bool scaled) const {
+const char* ShownGradients::reason_against(After pass, const char* factor) const {
   const Plan& plan = state_.plan;
   if (pass == After::kPart) return "the accumulation goes on, until whose last backward() it is a part of the sum";
   if (pass == After::kUnreduced) return "it is that of this rank alone until step() reduces it";
@@ -52,17 +52,17 @@ const char* ShownGradients::reason_against(After pass, bool scaled) const {
   if (state_.gradients.reducer->keeps_local())
     return "the optimizer exchanges compressed momenta in place of gradients";
   if (state_.offloaded) return "it is kept in host memory";
-  if (scaled) return "the loss scale of fp16 is still in it";
+  if (factor != nullptr) return factor;
   if (plan.gradient_dtype != plan.model_dtype) return "it is kept in another dtype than the parameter";
   return nullptr;
 }
 
-void ShownGradients::show(After pass, bool scaled) {
+void ShownGradients::show(After pass, const char* factor) {
   if (state_.pipeline) return;
   showing_ = true;
   shown_.assign(state_.parameters.size(), at::Tensor());
   memory_.assign(shown_.size(), nullptr);
-  const char* const reason = reason_against(pass, scaled);
+  const char* const reason = reason_against(pass, factor);
   readable_ = reason == nullptr;
   if (!reason) finish_gradients(state_);
   const CheckTime::Scope time;

@@ -28,9 +28,10 @@ class ShownGradients {
     kUnreduced,    // the last pass of a step, which does not reduce (no_sync)
     kLastGradient  // the last pass of a step, which reduces
   };
-  // Sets .grad after a pass. `scaled`: there is a loss scale in the gradients. Waits for the reductions where reduced
+  // Sets .grad after a pass. `factor`: what the gradients are still multiplied by, for the message, a literal; null:
+  // nothing. Waits for the reductions where reduced
   // gradients are shown.
-  void show(After pass, bool scaled);
+  void show(After pass, const char* factor);
   // Throws UsageError where .grad of a parameter is not what was shown. `call`: the function for the message.
   void require_untouched(const char* call) const;
   // Takes away what was shown, before gradients are made or used. Returns how often the program has changed it in
@@ -38,7 +39,7 @@ class ShownGradients {
   uint64_t take_back();
 
  private:
-  const char* reason_against(After pass, bool scaled) const;
+  const char* reason_against(After pass, const char* factor) const;
   void show_split(const char* reason);
   const at::Tensor& stand_in(size_t parameter, const char* reason);
 

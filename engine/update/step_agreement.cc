@@ -111,6 +111,7 @@ struct WorldPlace {
   enum : int64_t {
     kLoss,
     kWithLoss,
+    kTokens,
     kAxisProblem,
     kStep,
     kPosition = kStep + 2,
@@ -237,6 +238,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   const at::Tensor values = at::zeros({places(facts_)}, at::kDouble);
   auto* const numbers = values.mutable_data_ptr<double>();
   numbers[WorldPlace::kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
+  numbers[WorldPlace::kTokens] = facts_.tokens.value_or(0.0);
   numbers[WorldPlace::kAxisProblem] = facts_.axis_problem.empty() ? 0.0 : 1.0;
   put(numbers + WorldPlace::kStep, folded(static_cast<uint64_t>(facts_.step)));
   put(numbers + WorldPlace::kPosition, folded(facts_.position));
@@ -264,6 +266,7 @@ void StepAgreement::begin_reading() {
     sum_.wait();
   }
   sums_ = Readback(values_);
+  if (facts_.tokens) tokens_on_device_ = values_.narrow(0, WorldPlace::kTokens, 1);
   sum_ = {};
   values_.reset();
 }
@@ -271,9 +274,16 @@ void StepAgreement::begin_reading() {
 std::optional<double> StepAgreement::loss() const {
   if (!sums_.defined()) return std::nullopt;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
-  if (ranks_.size() == 1) return numbers[0];
+  const double all = tokens();
+  const double of_tokens = all == 0 ? 1.0 : all;  // no tokens: the loss of none of them
+  if (ranks_.size() == 1) return facts_.tokens ? numbers[0] / of_tokens : numbers[0];
   if (numbers[WorldPlace::kWithLoss] != ranks_.size()) return std::nullopt;
-  return numbers[WorldPlace::kLoss] / ranks_.size();
+  return numbers[WorldPlace::kLoss] / (facts_.tokens ? of_tokens : ranks_.size());
+}
+
+double StepAgreement::tokens() const {
+  if (!facts_.tokens || ranks_.size() == 1 || !sums_.defined()) return facts_.tokens.value_or(0.0);
+  return sums_.numbers().const_data_ptr<double>()[WorldPlace::kTokens];
 }
 
 void StepAgreement::read_axis() {

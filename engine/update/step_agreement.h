@@ -66,6 +66,7 @@ class AxisAgreement {
 // Facts of this rank since the last step, which data-parallel ranks compare.
 struct StepFacts {
   at::Tensor loss;                // float64 [], on the ranks' device; undefined: not known
+  std::optional<double> tokens;   // the sum of the counts of backward_mean(): `loss` is a sum over as many
   int64_t step = 0;               // the number of the step
   int64_t delivered = 0;          // batches that the engine's loader has given so far, for messages
   uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
@@ -108,7 +109,12 @@ class StepAgreement {
   bool buffers_differ() const;
   // Returns the mean loss as finish() does, without comparing anything. Waits for the numbers.
   std::optional<double> loss() const;
-  // Waits for the numbers and compares them. Returns the mean loss, where all ranks know theirs. Where ranks differ in
+  // Returns the sum of StepFacts::tokens over the ranks; 0 without any. Waits for the numbers.
+  double tokens() const;
+  // Returns the same on the ranks' device, float64 [1], after begin_reading(); undefined without any.
+  const at::Tensor& tokens_on_device() const { return tokens_on_device_; }
+  // Waits for the numbers and compares them. Returns the mean loss, where all ranks know theirs: over ranks, or over
+  // all tokens. Where ranks differ in
   // steps, data, parameters or gradients, throws UsageError on all of them, with what each one did. `parted` is set
   // when their models are not the same any more. `updated`: the step has been made meanwhile, so that gradients that
   // differ have parted the models, too.
@@ -134,6 +140,7 @@ class StepAgreement {
   comm::Communicator& ranks_;
   at::Device device_;
   at::Tensor values_;
+  at::Tensor tokens_on_device_;
   comm::Work sum_;
   Readback sums_;    // the added numbers; with one rank, its loss
   Readback stages_;  // StepFacts::stages

@@ -95,6 +95,8 @@ void StepSettings::visit(Among among, const Use& use) const {
     use("last_batch_iteration of the lr scheduler", static_cast<double>(deps_.schedule->last_batch_iteration()),
         kNoGroup);
   }
+  use("backward_mean() in the step", deps_.counts.used() ? 1.0 : 0.0, kNoGroup);
+  if (among == Among::kTensorRanks) use("counts of backward_mean()", deps_.counts.own(), kNoGroup);
   visit_groups(among, use);
 }
 

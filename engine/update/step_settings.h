@@ -10,9 +10,11 @@
 //    or of one of the program's. What a schedule of the engine or of torch makes of them is among them. Of an optimizer
 //    class that is none of torch's it is lr alone
 //  * the steps that the states of an optimizer of the program's have counted, where it steps on whole parameters
+//  * whether the losses of the step came with counts (backward_mean())
 //  * values given to safe_set_full_*(), and at stage 0, where all ranks have all of them, to safe_set_local_*(): until
 //    they are set again, gradients until their step
-// Ranks of a tensor axis are compared in the same, but for safe_set_local_*(): each has a part of its own. Stages of a
+// Ranks of a tensor axis are compared in the same, but for safe_set_local_*(), because each has a part of its own, and
+// in the sum of the counts of backward_mean(). Stages of a
 // pipeline have parameters of their own: they are compared in the counts of micro-batches, the loss scale, the
 // scheduler, and the options of the config's group, where all parameters are in it. Tensors of optimizer states are not
 // compared otherwise: from stage 1 on each rank has its slice of them.
@@ -28,6 +30,7 @@
 
 #include "config/order/call_order.h"
 #include "dsengine/optimizer.h"
+#include "engine/update/token_counts.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
 #include "optim/loss_scaler.h"
@@ -41,7 +44,8 @@ struct StepSettingsDeps {
   const MicroBatchCounter& micro_batches;
   const std::optional<optimizers::LossScaler>& loss_scaler;
   const std::shared_ptr<LrScheduler>& schedule;  // may be null
-  bool one_group = true;                         // no stage of a pipeline has more than one parameter group
+  const TokenCounts& counts;
+  bool one_group = true;  // no stage of a pipeline has more than one parameter group
 };
 
 // One per engine, used by the engine's thread. Nothing here is collective or waits for a device, but note_value() for a

@@ -49,9 +49,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // --- one training step -------------------------------------------------------------------------------------------
-  // Calls model->forward(inputs...), with tensors moved to the engine's device and, under fp16.auto_cast,
-  // floating-point ones cast to float16. Where inputs are right already, the model may be called directly. `model`:
-  // holder or pointer.
+  // Calls model->forward(inputs...) with tensors on the engine's device, under fp16.auto_cast floating-point ones in
+  // float16. Where inputs are right already, the model may be called directly. `model`: holder or pointer.
   template <class Model, class... Inputs>
   decltype(auto) forward(Model& model, Inputs&&... inputs) {
     return model->forward(prepared(std::forward<Inputs>(inputs))...);
@@ -62,16 +61,20 @@ class Engine {
   // graph. After an exception of autograd on all ranks, call zero_grad() and begin the accumulation anew. After one on
   // this rank alone, end the program, because the other ranks have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
-  // Begins backward at a tensor of any shape with its gradient, as out.backward(gradient) of torch. The gradient has
-  // the shape of `out` (UsageError for another one) and is scaled as a loss is. Monitors know no loss of such a step.
+  void backward(const at::Tensor& sum, int64_t count, bool = false) = delete;  // call backward_mean(sum, count)
+  // Takes the sum of the losses of `count` tokens, nodes or labels (0: this rank has none). The gradient of the step is
+  // that of all sums over all counts, of all ranks and micro-batches; so is the loss in monitors (docs/patterns.md).
+  // Returns the mean of this micro-batch, detached. Not beside backward() in one step, and not for pipelines.
+  at::Tensor backward_mean(const at::Tensor& sum, double count, bool retain_graph = false);
+  // Begins backward at a tensor that is no scalar with its gradient, as out.backward(gradient) of torch. The gradient
+  // has the shape of `out` (else UsageError) and is scaled as a loss is. Monitors know no loss of such a step.
   void backward(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph = false,
                 bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
-  // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
-  // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error. The
-  // state is then rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as it can
-  // after any other exception before the update but CommError. After one in the middle of the update all calls throw
-  // UsageError until optimizer states are loaded.
+  // parameters, zeroes the gradients and advances the schedule. UsageError when no backward() came before,
+  // NonFiniteError, on all ranks, where a gradient is not finite and non_finite_gradients makes that an error: the
+  // state is rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as after any
+  // other exception before the update but CommError. After one inside it calls throw until states are loaded.
   void step();
   // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
   // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
@@ -101,8 +104,7 @@ class Engine {
   // Lets stages agree on new shapes of activations with the next batch.
   void reset_activation_shape();
   // Records when each action of the next batches begins and ends, waiting for an accelerator after each; rank 0 writes
-  // those of the last batch on all ranks to `path`, in Chrome's trace event format, which `ds-tool schedule --measured`
-  // draws over the plan. Both are collective.
+  // the last batch of all ranks to `path`, in Chrome's format, for `ds-tool schedule --measured`. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
 
@@ -233,8 +235,8 @@ class Engine {
   // safetensors file, one parameter at a time; makes a missing folder. Returns the path. Collective; when the file
   // cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file stays. At stage 3
   // throws UsageError unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as DeepSpeed. `from`:
-  // values to write in place of all parameters and any buffers, such as averaged weights; those of rank 0 count, other
-  // ranks may leave it out. UsageError for a missing or unknown name or another shape.
+  // values in place of all parameters and any buffers, such as averaged weights, on rank 0 at least. UsageError for a
+  // missing or unknown name or another shape.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);
@@ -259,7 +261,6 @@ class Engine {
   void offload_states(OffloadStates states = {});
   void reload_states();
   int64_t moved_bytes() const;  // bytes in host memory after offload_states()
-
   // The bytes of model states that this rank holds on the device now.
   using ModelStateBytes = zero::HeldBytes;
   ModelStateBytes model_state_bytes() const;
@@ -278,7 +279,6 @@ class Engine {
   pipeline::MicroBatch on_device(pipeline::MicroBatch batch) const;
 
   friend struct EngineAccess;  // lets functions around engines see impl_
-
   std::unique_ptr<Impl> impl_;
 };
 
@@ -288,11 +288,11 @@ class Engine {
 //   encoder->step();
 //   decoder->step();
 //
-// It takes the place of the backward() of each engine (of which one alone would drop the gradients of the others), and
-// counts as one call in its accumulation. Reductions begin when the pass is over, engine by engine in the order of the
-// list, equal on all ranks. The engines belong to one rank and thread, and have no pipelines. Throws UsageError as
-// Engine::backward does, and for engines that scale the loss differently: with other gradient_accumulation_steps
-// (unless scale_wrt_gas is false) or another static loss scale. Of dynamic ones all take the smallest over.
+// It takes the place of the backward() of each engine (one alone would drop the others' gradients), and counts as one
+// call in its accumulation. Reductions begin when the pass is over, in the order of the list, equal on all ranks. The
+// engines belong to one rank and thread, without pipelines. UsageError as Engine::backward, and for engines with other
+// gradient_accumulation_steps (unless scale_wrt_gas is false) or static loss scales; of dynamic ones the smallest
+// counts.
 at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
                     bool retain_graph = false, bool scale_wrt_gas = true);
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -141,6 +142,16 @@ at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const
     copy_part_into(result, flat.view(received_sizes[rank]), *from.cut, rank, count);
     begin += received_elements[rank];
   }
+  return result;
+}
+
+at::Tensor all_to_all_rows(const at::Tensor& rows, SplitAxis& axis, const std::vector<int64_t>& sent,
+                           const std::vector<int64_t>& received) {
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> sizes = rows.sizes().vec();
+  if (!received.empty()) sizes[0] = std::accumulate(received.begin(), received.end(), int64_t{0});
+  const at::Tensor result = at::empty(sizes, rows.options());
+  communicator_of(axis).all_to_all(result, rows.contiguous(), received, sent).wait();
   return result;
 }
 

@@ -24,7 +24,9 @@ enum class Kind : uint8_t {
   kUseInPart,
   kJoinForParts,
   kSumToPart,
+  kSumForParts,
   kExchange,
+  kExchangeRows,
   kShareOut,
   kDivide,
   kSliceOfSummed,
@@ -36,6 +38,7 @@ struct Conversion {
   Placement placement;         // of the part that goes in or comes out
   std::vector<int64_t> sizes;  // of the whole
   Cut to;                      // kExchange: of the part that comes out
+  RowSplits rows = {};         // kExchangeRows
 };
 
 Conversion inverse_of(const Conversion& conversion) {
@@ -58,6 +61,11 @@ Conversion inverse_of(const Conversion& conversion) {
       break;
     case Kind::kSumToPart:
       result.kind = Kind::kJoinForParts;
+      break;
+    case Kind::kSumForParts:
+      break;
+    case Kind::kExchangeRows:
+      result.rows = {.sent = conversion.rows.received, .received = conversion.rows.sent};
       break;
     case Kind::kExchange:
       result.placement.cut = conversion.to;
@@ -100,7 +108,10 @@ at::Tensor values_of(const Conversion& conversion, const at::Tensor& x) {
     case Kind::kJoinForParts:
       return all_gather_parts(x, conversion.placement, conversion.sizes);
     case Kind::kSum:
+    case Kind::kSumForParts:
       return all_reduce_sum(x, *conversion.placement.axis);
+    case Kind::kExchangeRows:
+      return all_to_all_rows(x, *conversion.placement.axis, conversion.rows.sent, conversion.rows.received);
     case Kind::kUseInPart:
     case Kind::kShareOut:
       return x.tensor_data();  // no view, which would keep x
@@ -175,6 +186,16 @@ at::Tensor joined_for_parts(const at::Tensor& part, const Placement& placement, 
 
 at::Tensor summed_to_part(const at::Tensor& addend, const Placement& placement) {
   return convert(addend, {.kind = Kind::kSumToPart, .placement = placement, .sizes = addend.sizes().vec(), .to = {}});
+}
+
+at::Tensor summed_for_parts(const at::Tensor& addend, const std::shared_ptr<SplitAxis>& axis) {
+  return convert(addend, {.kind = Kind::kSumForParts, .placement = {.axis = axis, .cut = {}}, .sizes = {}, .to = {}});
+}
+
+at::Tensor rows_exchanged(const at::Tensor& rows, const std::shared_ptr<SplitAxis>& axis, const RowSplits& splits) {
+  return convert(
+      rows,
+      {.kind = Kind::kExchangeRows, .placement = {.axis = axis, .cut = {}}, .sizes = {}, .to = {}, .rows = splits});
 }
 
 at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes) {

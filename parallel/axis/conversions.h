@@ -8,6 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
+#include <vector>
+
 #include "core/split/split_tensor.h"
 
 namespace ds::parallel {
@@ -29,6 +33,15 @@ at::Tensor shared_out(const at::Tensor& tensor, const std::shared_ptr<SplitAxis>
 // Cuts this rank's part out of a summed tensor. Backward: zeros around it. No collective. May share the tensor's
 // memory.
 at::Tensor sliced_of_summed(const at::Tensor& tensor, const Placement& placement);
+// The sum of what each rank has, for a use of it that gives each rank a part of its gradient. Backward: the same.
+at::Tensor summed_for_parts(const at::Tensor& addend, const std::shared_ptr<SplitAxis>& axis);
+// How many rows of dimension 0 a rank sends to each rank, and receives from each; empty: equally many.
+struct RowSplits {
+  std::vector<int64_t> sent;
+  std::vector<int64_t> received;
+};
+// The rows that the ranks send to this one, in rank order. Backward: the same, back.
+at::Tensor rows_exchanged(const at::Tensor& rows, const std::shared_ptr<SplitAxis>& axis, const RowSplits& splits);
 // Parts along another dimension, or in other blocks of the same one. Backward: the same, back.
 at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
 

@@ -101,6 +101,44 @@ TEST_P(GpuLateScale, IsThatOfTheCpu) {
   }
 }
 
+// backward_mean(): of several ranks only the device knows the count by which a late step divides.
+TEST_P(GpuLateScale, DividesByTheCountOfAllRanks) {
+  const auto [stage, world] = GetParam();
+  if (const std::string why = world > 1 ? test::missing_gpus(world) : ""; !why.empty()) GTEST_SKIP() << why;
+  for (const std::string precision : {"fp32", "fp16"}) {
+    SCOPED_TRACE(precision);
+    const auto run = [&, stage = stage](comm::Communicator& ranks, at::Device device, double& norm) {
+      ordered_json config = device_config(stage, precision);
+      config["non_finite_gradients"] = "skip";
+      SmallNet model;
+      const auto engine =
+          initialize({.model = model.ptr(), .config = config, .communicator = borrowed(ranks), .device = device.str()})
+              .engine;
+      for (int64_t micro = 0; micro < 6; ++micro) {
+        const auto count = static_cast<double>((micro + 3 * ranks.rank()) % 4);
+        engine->backward_mean(model->loss(sample(micro, ranks.rank()).to(device)) * count, count);
+        engine->step();
+      }
+      norm = engine->get_global_grad_norm().value();
+      return copy_of(engine->fp32_state_dict());
+    };
+    std::vector<State> expected(static_cast<size_t>(world));
+    double expected_norm = 0;
+    test::run_ranks(world, [&](comm::Communicator& ranks) {
+      double norm = 0;
+      expected[static_cast<size_t>(ranks.rank())] = run(ranks, at::kCPU, norm);
+      if (ranks.rank() == 0) expected_norm = norm;
+    });
+    test::on_devices(world, [&](comm::Communicator& ranks, at::Device device) {
+      double norm = 0;
+      const State found = run(ranks, device, norm);
+      const double tolerance = tolerance_of(precision);
+      EXPECT_NEAR(norm, expected_norm, tolerance * expected_norm);
+      EXPECT_LT(largest_difference(found, expected[static_cast<size_t>(ranks.rank())]), tolerance);
+    });
+  }
+}
+
 // A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What
 // nobody has asked until the third shows in the norm of that one.
 TEST(GpuLateScale, RisesToItsMinimum) {

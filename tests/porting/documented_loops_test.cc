@@ -1,4 +1,5 @@
 // The programs of docs/from_libtorch.md: every block of C++ on that page stands here, and does what the page says.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -413,37 +414,10 @@ TEST_F(DocumentedLoops, BatchNormOverAllRanks) {
 
 // --- the page --------------------------------------------------------------------------------------------------------
 
-// Lines without what indents them; empty ones and includes do not count.
-std::string joined(const std::vector<std::string>& lines) {
-  std::string text;
-  for (const std::string& line : lines) {
-    const size_t begin = line.find_first_not_of(' ');
-    if (begin != std::string::npos && line[begin] != '#') text += line.substr(begin) + "\n";
-  }
-  return text;
-}
-
 TEST(DocumentedPage, EveryProgramOfThePageStandsInThisFile) {
-  const std::string source = joined(lines_of(read_page("tests/porting/documented_loops_test.cc")));
-  ASSERT_GT(source.size(), 5000U) << "the test must see its own source";
-  int blocks = 0;
-  std::vector<std::string> block;
-  bool inside = false;
-  for (const std::string& line : lines_of(read_page("docs/from_libtorch.md"))) {
-    if (inside && is_fence(line)) {
-      ++blocks;
-      EXPECT_NE(source.find(joined(block)), std::string::npos)
-          << "docs/from_libtorch.md has a program that tests/porting/documented_loops_test.cc has not:\n"
-          << joined(block);
-      inside = false;
-    } else if (inside) {
-      block.push_back(line);
-    } else if (line == "```cpp") {
-      inside = true;
-      block.clear();
-    }
-  }
-  EXPECT_GE(blocks, 8);
+  const ProgramsOfPage found = programs_of_page("docs/from_libtorch.md", "tests/porting/documented_loops_test.cc");
+  EXPECT_THAT(found.missing, ::testing::IsEmpty());
+  EXPECT_GE(found.count, 8);
 }
 
 }  // namespace
