@@ -46,14 +46,30 @@ std::string renamed(const ExportOptions& options, const std::string& name) {
   return options.rename ? options.rename(name) : name;
 }
 
-// The name that a module gives what lies under `path`; empty for what is neither weight nor buffer.
+// The name that a module gives what lies under `path`; empty for what is not written: neither weight nor buffer.
 std::string exported_name(const std::string& path, const TensorInfo& info, const ExportOptions& options) {
   const std::string weight = name_in("weights/", path);
-  if (!weight.empty()) return info.frozen && options.exclude_frozen ? std::string() : weight;
+  if (!weight.empty()) {
+    const bool left_out = info.frozen ? options.exclude_frozen : options.ema;
+    return left_out ? std::string() : weight;
+  }
+  if (options.ema && path.starts_with("ema/")) return name_in("ema/", path);
   return options.buffers ? name_in("buffers/", path) : std::string();
 }
 
+// Throws UsageError where a trained weight has no moving average.
+void require_averages(const Source& source) {
+  for (const auto& [path, info] : source.tensors()) {
+    const std::string name = name_in("weights/", path);
+    if (name.empty() || info.frozen) continue;
+    require(source.contains(ema_path(name)), source.location(), ": \"", ema_path(name), "\": expected the moving ",
+            "average of a weight, found none: the run that saved it kept none (.ema of initialize()); export the ",
+            "weights themselves");
+  }
+}
+
 std::vector<ExportItem> items_of(const Source& source, const ExportOptions& options) {
+  if (options.ema) require_averages(source);
   std::map<std::string, std::vector<std::string>> aliases;  // stored name -> further names
   for (const auto& [name, stored] : source.aliases()) aliases[stored].push_back(name);
   std::map<std::string, ExportItem> by_name;
@@ -96,7 +112,8 @@ std::map<std::string, std::string> metadata_of(const Source& source, const Shard
   std::map<std::string, std::string> written;  // path -> name in the file
   for (const ExportItem* item : shard.items) written[item->path] = item->name;
   for (const auto& [name, stored] : source.aliases()) {
-    const auto found = written.find(weight_path(stored));
+    const bool averaged = options.ema && source.contains(ema_path(stored));
+    const auto found = written.find(averaged ? ema_path(stored) : weight_path(stored));
     const std::string further = renamed(options, name);
     if (found != written.end() && !further.empty()) metadata.emplace(further, found->second);
   }

@@ -31,6 +31,8 @@ struct ExportOptions {
   int64_t max_shard_bytes = 5'000'000'000;  // data in one file; a larger tensor gets a file of its own
   // Name in the module -> name in the file; an empty one leaves the tensor out. None: unchanged.
   std::function<std::string(const std::string&)> rename;
+  // Write the moving average of each trained weight in its place. UsageError for a source without one.
+  bool ema = false;
   bool exclude_frozen = false;  // leave out weights that were not trained
   bool buffers = true;          // write buffers too
   // Write a tied parameter under each of its names, for loaders that want all of them. Otherwise once, under its first
@@ -54,7 +56,7 @@ struct ExportedFiles {
 // one, or shards without index, which no loader takes.
 //
 // Throws IoError (source, disk, a value beyond float16), UsageError (two tensors of one name after renaming, nothing to
-// write).
+// write, no average of a trained weight).
 ExportedFiles export_weights(Source& source, const std::string& folder, const ExportOptions& options = {});
 
 // Writes any checkpoint again in dsengine's format, as `ranks` ranks would have written it. `folder`: <save_dir>/<tag>;

@@ -36,7 +36,8 @@ std::string key_of(const PlannedPiece& piece) {
 
 bool is_rank_file_name(const std::string& file) {
   return file.ends_with(".safetensors") && file.find("-of-") != std::string::npos &&
-         (file.starts_with("weights-") || file.starts_with("optimizer-") || file.starts_with("ranks-"));
+         (file.starts_with("weights-") || file.starts_with("optimizer-") || file.starts_with("ema-") ||
+          file.starts_with("ranks-"));
 }
 
 RankFiles::File::File(const std::string& folder, std::string file_name,

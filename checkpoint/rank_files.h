@@ -1,5 +1,5 @@
-// The files that one rank contributes to a checkpoint: weights, optimizer states, and what is the rank's own, each in a
-// safetensors file.
+// The files that one rank contributes to a checkpoint: weights, optimizer states, averaged weights, and what is the
+// rank's own, each in a safetensors file.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,7 @@ struct PlannedPiece {
 bool is_rank_file_name(const std::string& file);
 
 // Files are named KIND-RANK-of-RANKS.safetensors, KIND being the first folder of the paths: weights (with buffers),
-// optimizer, ranks. Not thread safe.
+// optimizer, ema, ranks. Not thread safe.
 class RankFiles {
  public:
   // Creates the files in `folder`. Throws IoError, and UsageError for a part of another tensor.

@@ -18,6 +18,7 @@ namespace {
 void change_master(Engine::Impl& engine, const at::Tensor& parameter, const char* call,
                    const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change) {
   ModelState& state = engine.state;
+  engine.order.scopes.require_own_weights(call);
   engine.synchronize();
   const ParameterValues values(state, parameter, call);
   require_on_one_stage(state, {parameter}, cat(call, ": expected no call").c_str());
@@ -95,6 +96,7 @@ void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& 
 
 at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
   const Phases::Scope phase(impl_->phases, "safe_get_full_fp32_param");
+  impl_->order.scopes.require_own_weights("safe_get_full_fp32_param()");
   impl_->synchronize();
   const ParameterValues values(impl_->state, parameter, "safe_get_full_fp32_param()");
   at::Tensor result;
@@ -103,6 +105,7 @@ at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
 }
 
 at::Tensor Engine::safe_get_local_fp32_param(const at::Tensor& parameter) {
+  impl_->order.scopes.require_own_weights("safe_get_local_fp32_param()");
   impl_->synchronize();
   const ParameterValues values(impl_->state, parameter, "safe_get_local_fp32_param()");
   at::Tensor result;

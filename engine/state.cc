@@ -85,6 +85,7 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
           .gradients = held.state.gradients,
           .master = held.state.master,
           .optimizer = held.state.optimizer,
+          .average = held.average,
           .gathered = held.gathered,
           .secondary = held.secondary};
 }

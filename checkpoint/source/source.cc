@@ -11,6 +11,7 @@ std::string buffer_path(const std::string& name) { return cat("buffers/", name);
 std::string state_path(const std::string& state, const std::string& name) {
   return cat("optimizer/", state, "/", name);
 }
+std::string ema_path(const std::string& name) { return cat("ema/", name); }
 std::string rank_path(int rank, const std::string& name) { return cat("ranks/", rank, "/", name); }
 
 std::string name_in(const std::string& folder, const std::string& path) {

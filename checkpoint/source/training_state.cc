@@ -92,6 +92,7 @@ json to_json(const TrainingState& state) {
                              {"last_overflow_iteration", state.loss_scaler->last_overflow_iteration},
                              {"remaining_hysteresis", state.loss_scaler->remaining_hysteresis}};
   }
+  if (state.ema_updates) result["ema_updates"] = *state.ema_updates;
   if (state.lr_iteration) result["lr_iteration"] = *state.lr_iteration;
   if (state.plateau) {
     const optimizers::PlateauState& plateau = *state.plateau;
@@ -132,6 +133,7 @@ TrainingState training_state_from(const json& value, const std::string& where) {
           .last_overflow_iteration = json_integer<int64_t>(scaler.at("last_overflow_iteration")),
           .remaining_hysteresis = json_integer<int64_t>(scaler.at("remaining_hysteresis"))};
     }
+    if (value.contains("ema_updates")) state.ema_updates = json_integer<int64_t>(value["ema_updates"]);
     if (value.contains("lr_iteration")) state.lr_iteration = json_integer<int64_t>(value["lr_iteration"]);
     if (value.contains("plateau")) {
       const json& plateau = value["plateau"];

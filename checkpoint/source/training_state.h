@@ -45,6 +45,7 @@ struct TrainingState {
   std::optional<int64_t> lr_iteration;              // LrScheduler::last_batch_iteration()
   std::optional<optimizers::PlateauState> plateau;  // LrScheduler::plateau()
   std::optional<DataPosition> data;
+  std::optional<int64_t> ema_updates;  // updates that the moving average of the weights has had; none: there is none
   // The run that saved it, a number of 16 digits that runs which go on from one of its checkpoints take over; empty: a
   // writer without runs.
   std::string run;

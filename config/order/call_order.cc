@@ -18,6 +18,7 @@ enum Needs : unsigned {
   kBetweenSteps = 1 << 4,    // not inside an accumulation
   kNoScopes = 1 << 5,        // not inside scopes of gathered_parameters()
   kMovedStates = 1 << 6,     // between offload_states() and reload_states()
+  kOwnWeights = 1 << 7,      // not inside an EmaScope
 };
 
 // The needs of a call, and the words of it in messages of the checks that follow from them.
@@ -36,17 +37,17 @@ constexpr const char* kAtBoundary = "; call it after step() at the boundary";
 constexpr Row kRows[] = {
     {.call = Call::kBackward,
      .name = "backward()",
-     .needs = kStatesHere | kWholeState,
+     .needs = kStatesHere | kWholeState | kOwnWeights,
      .driver = Driver::kProgram,
      .other_driver = ", whose forward and backward belong together; expected engine->train_batch()"},
     {.call = Call::kStep,
      .name = "step()",
-     .needs = kBackwardBefore | kReductions | kNoScopes,
+     .needs = kBackwardBefore | kReductions | kNoScopes | kOwnWeights,
      .driver = Driver::kProgram,
      .other_driver = "; expected engine->train_batch(), which is a whole step"},
     {.call = Call::kTrainBatch,
      .name = "train_batch()",
-     .needs = kStatesHere | kWholeState | kReductions | kNoScopes,
+     .needs = kStatesHere | kWholeState | kReductions | kNoScopes | kOwnWeights,
      .driver = Driver::kSchedule},
     {.call = Call::kEvalBatch, .name = "eval_batch()", .needs = kStatesHere | kWholeState, .driver = Driver::kSchedule},
     {.call = Call::kSetDataloader, .name = "set_dataloader()", .driver = Driver::kSchedule},
@@ -71,21 +72,25 @@ constexpr Row kRows[] = {
     {.call = Call::kSynchronizeParameters, .name = "synchronize_parameters()", .needs = kStatesHere},
     {.call = Call::kGatheredParameters, .name = "gathered_parameters()", .needs = kStatesHere},
     {.call = Call::kModuleStateDict, .name = "module_state_dict()", .needs = kWholeState},
-    {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState},
+    {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState | kOwnWeights},
     {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
-    {.call = Call::kSaveCheckpoint, .name = "save_checkpoint()", .needs = kStatesHere | kWholeState | kNoScopes},
+    {.call = Call::kSaveCheckpoint,
+     .name = "save_checkpoint()",
+     .needs = kStatesHere | kWholeState | kNoScopes | kOwnWeights},
     {.call = Call::kLoadCheckpoint,
      .name = "load_checkpoint()",
-     .needs = kStatesHere | kBetweenSteps | kNoScopes,
+     .needs = kStatesHere | kBetweenSteps | kNoScopes | kOwnWeights,
      .instead = "; call it between optimizer steps"},
     {.call = Call::kOffloadStates,
      .name = "offload_states()",
-     .needs = kStatesHere | kBetweenSteps | kNoScopes,
+     .needs = kStatesHere | kBetweenSteps | kNoScopes | kOwnWeights,
      .instead = kAtBoundary},
     {.call = Call::kReloadStates, .name = "reload_states()", .needs = kMovedStates},
     {.call = Call::kModelStateBytes, .name = "model_state_bytes()", .needs = kStatesHere},
     {.call = Call::kMean, .name = "mean()"},
     {.call = Call::kAgree, .name = "agree()"},
+    {.call = Call::kEmaScope, .name = "EmaScope", .needs = kStatesHere | kWholeState | kNoScopes | kOwnWeights},
+    {.call = Call::kEmaStateDict, .name = "ema_state_dict()", .needs = kStatesHere | kWholeState},
 };
 
 const Row& row_of(Call call) {
@@ -133,6 +138,7 @@ void CallOrder::require(Call call) const {
               row.instead);
   ds::require(!needs(kNoScopes) || scopes.gathers() == 0, row.name, " was called while ", scopes.gathers(),
               " scopes of gathered_parameters() are open; end them first");
+  if (needs(kOwnWeights)) scopes.require_own_weights(row.name);
 }
 
 void CallOrder::require_load(bool with_states) const {
@@ -141,9 +147,9 @@ void CallOrder::require_load(bool with_states) const {
 }
 
 void CallOrder::use_from_this_thread() {
-  ds::require(scopes.gathers() == 0 && scopes.synchronizes(),
-              "use_from_this_thread() was called while scopes of gathered_parameters() or ",
-              "no_sync() are open; end them first, on thread ", thread_);
+  ds::require(scopes.gathers() == 0 && scopes.synchronizes() && !scopes.shows_average(),
+              "use_from_this_thread() was called while scopes of gathered_parameters(), ",
+              "no_sync() or EmaScope are open; end them first, on thread ", thread_);
   thread_ = std::this_thread::get_id();
 }
 
@@ -173,7 +179,13 @@ void OpenScopes::begin_no_sync() {
   synchronizes_ = false;
 }
 
+void OpenScopes::require_own_weights(const char* call) const {
+  require(!shows_average_, call, " was called inside an EmaScope, where the model has averaged weights; end the scope ",
+          "first");
+}
+
 void OpenScopes::require_gather(bool modifies) const {
+  if (modifies) require_own_weights("gathered_parameters() with a modifier rank");
   require(!modifies || read_only_gathers_ == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
           "opened inside one without; close the outer one first, or give it a modifier rank too");
 }

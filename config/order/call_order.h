@@ -36,6 +36,8 @@ enum class Call {
   kModelStateBytes,
   kMean,
   kAgree,
+  kEmaScope,
+  kEmaStateDict,
 };
 
 // Who makes the micro-batches of a step: the program, call by call, or a schedule, a whole batch in one call; or there
@@ -88,7 +90,8 @@ class MicroBatchCounter {
   int64_t batches_done_ = 0;
 };
 
-// The scopes that the program has open: no_sync(), and those of gathered_parameters(), with or without a modifier rank.
+// The scopes that the program has open: no_sync(), those of gathered_parameters(), with or without a modifier rank, and
+// an EmaScope.
 class OpenScopes {
  public:
   // Throws UsageError inside another no_sync().
@@ -105,6 +108,13 @@ class OpenScopes {
   // The number of open scopes of gathered_parameters().
   int gathers() const { return gathers_; }
 
+  void begin_ema() { shows_average_ = true; }
+  void end_ema() { shows_average_ = false; }
+  // Whether an EmaScope is open, in which the model has averaged weights.
+  bool shows_average() const { return shows_average_; }
+  // Throws UsageError inside an EmaScope. `call`: the call to name.
+  void require_own_weights(const char* call) const;
+
   // Whether a pass at the boundary gives the last gradients of the step, with which masters may be changed at once: an
   // open scope may write to them when it ends.
   bool gives_last_gradients(bool boundary) const { return boundary && synchronizes_ && gathers_ == 0; }
@@ -113,6 +123,7 @@ class OpenScopes {
   bool synchronizes_ = true;
   int gathers_ = 0;
   int read_only_gathers_ = 0;  // the open ones without a modifier rank
+  bool shows_average_ = false;
 };
 
 // Whether the weights and the optimizer states are those of one model: a step or a load that fails part of the way

@@ -34,7 +34,7 @@ void add_predicted_rows(const Plan& plan, std::vector<PlanRow>& rows) {
   if (beside.file > 0) {
     rows.push_back({"files", cat(mebibytes(beside.file), " MiB per rank"), "predicted, for what is offloaded"});
   }
-  const int64_t state = bytes.total() + plan.compression_bytes;
+  const int64_t state = bytes.total() + plan.compression_bytes + plan.ema_bytes;
   const int64_t most = state + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
   if (most > state) {
     rows.push_back(

@@ -98,7 +98,7 @@ bool has_meta_tensors(const torch::nn::Module& module) {
 // All that must be the same on every rank beside the model: lines "what<TAB>value", see require_same_on_all_ranks().
 std::string settings_text(const InitializeOptions& options, const config::DsConfig& config,
                           const ModelParameters& parameters, const OptimizerGroups& groups) {
-  std::string text = config_lines(config);
+  std::string text = config_lines(config) + ema_lines(options.ema);
   const auto add = [&text](const auto&... parts) { text += cat(parts..., '\n'); };
   add("a client optimizer\t", options.optimizer ? optimizers::client_name(*options.optimizer) : "none");
   add(".weights\t", options.weights.empty() ? "none" : "given");
@@ -158,6 +158,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
   model.plan = draft_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(model.optimizer, options, model.plan);
+  if (options.ema != EmaOptions()) require_ema(model, options.ema);
   require<ConfigError>(model.plan.trains || options.parameter_groups.empty(),
                        "initialize: .parameter_groups: expected ",
                        "none without an optimizer; add the section \"optimizer\" to the ds_config, or remove them");
@@ -227,13 +228,29 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
                         const ModelParameters& parameters, const OptimizerGroups& groups) {
   const Ranks& ranks = model.ranks;
   if (model.plan.topology.pipe > 1) {
-    const std::string layers = config_lines(config) + layers_text(*model.pipeline);
+    const std::string layers = config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline);
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
   require_same_on_all_ranks(parameters, settings_text(options, config, parameters, groups),
                             {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
                             ranks.device, *ranks.part);
+}
+
+// Begins the moving average of the weights, and says so in the plan.
+void keep_average(ModelState& model, const EmaOptions& options) {
+  model.average = std::make_unique<WeightAverage>(model, options);
+  const auto mebibytes = [](int64_t bytes) { return fixed(static_cast<double>(bytes) / (1 << 20), 1); };
+  const int64_t on_host = model.average->bytes(/*in_host_memory=*/true);
+  Plan& plan = model.plan;
+  plan.ema_bytes = model.average->bytes(/*in_host_memory=*/false);
+  plan.rows.push_back(
+      {"weight average",
+       cat(mebibytes(plan.ema_bytes + on_host), " MiB per rank in ",
+           plan.master_dtype == DType::kFloat64 ? "float64" : "float32",
+           on_host > 0 ? cat(", ", mebibytes(on_host), " of it in host memory beside the masters") : std::string(),
+           ", decay ", options.decay, options.warmup ? " at most, less at first" : ""),
+       cat(".ema.decay: ", options.decay)});
 }
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
@@ -266,6 +283,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   }
   model.choose_gradients();
   predict_exactly(model, config);
+  if (options.ema != EmaOptions()) keep_average(model, options.ema);
 }
 
 // What reports, scales and schedules beside the model.

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "model/state/same_on_all_ranks.h"
+#include "model/state/weight_average.h"
 #include "parallel/axis/axis.h"
 #include "parallel/split_module.h"
 
@@ -49,6 +50,7 @@ std::string split_text(const InitializeOptions& options, const config::DsConfig&
   std::string text = config_lines(config);
   text += cat(".weights\t", options.weights.empty() ? "none" : "given", '\n');
   text += cat(".init\t", options.init ? "given" : "none", '\n');
+  text += ema_lines(options.ema);
   for (size_t i = 0; i < rules.size(); ++i) {
     const SplitRule& rule = rules[i];
     text += cat("rule ", i, " of .split\t", rule.pattern, ", style ", static_cast<int>(rule.style), ", blocks ",

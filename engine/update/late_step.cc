@@ -82,6 +82,7 @@ void LateStep::read(bool judged_next) {
 void LateStep::roll_back() {
   deps_.state.optimizer.go_back_to(record_->optimizer_steps);
   deps_.state.fp8->take_back_step();
+  if (deps_.state.average) deps_.state.average->take_back_update();
   deps_.progress.step_applied = false;
   --deps_.progress.applied_steps;
   if (deps_.schedule) deps_.schedule->load_last_batch_iteration(deps_.schedule->last_batch_iteration() - 1);

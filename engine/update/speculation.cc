@@ -44,6 +44,7 @@ class Speculation final : public Update {
     steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     if (!fits || !publish()) steps_.all_on_host(factor);
     state_.access->end_update();
+    average_weights(state_);
   }
 
   void settle(Next next) override {

@@ -203,6 +203,7 @@ class WaitingUpdate final : public Update {
     steps_.all_on_device(own);
     steps_.all_on_host(own.factor);
     state_.access->end_update();
+    average_weights(state_, scale.skip);
   }
 
  private:
@@ -226,6 +227,7 @@ class ClientUpdate final : public Update {
     consistency_.slice_updated();
     if (!closure_) {
       state_.optimizer.client->step();
+      average_weights(state_);
       return;
     }
     bool first = true;
@@ -234,6 +236,7 @@ class ClientUpdate final : public Update {
       if (!std::exchange(first, false)) give_gradients(1.0);
       return loss;
     });
+    average_weights(state_);
   }
 
   void evaluate_by(std::function<at::Tensor()> closure) override { closure_ = std::move(closure); }
@@ -274,7 +277,8 @@ class DelayedUpdate final : public Update {
     optimizers::SliceOptimizer& optimizer = *state_.optimizer.own;
     optimizer.begin_step();
     steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
-    if (optimizer.step_count() >= state_.plan.delayed_update_start) {
+    const bool delays = optimizer.step_count() >= state_.plan.delayed_update_start;
+    if (delays) {
       state_.offloaded->start_update(optimizer, factor, [this, factor](const at::Tensor& gradient) {
         steps_.clip_by_value(gradient, {.factor = factor, .device_factor = {}, .skip = {}});
       });
@@ -282,6 +286,7 @@ class DelayedUpdate final : public Update {
       steps_.all_on_host(factor);
     }
     state_.access->end_update();
+    if (!delays) average_weights(state_);  // else finish() does
   }
 
   void settle(Next next) override {
@@ -297,6 +302,7 @@ class DelayedUpdate final : public Update {
     state_.offloaded->finish_update([this](size_t b, const at::Tensor& weights) { steps_.publish(b, weights); });
     at::autocast::clear_cache();  // copies of the weights before
     state_.access->end_update();
+    average_weights(state_);
     consistency_.update_done();
   }
 

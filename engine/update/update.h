@@ -74,6 +74,11 @@ std::unique_ptr<Update> make_speculative_update(const UpdateDeps& deps);
 // leave them as they are, because it works on more than flat states of a slice or elsewhere.
 void require_freezing_possible(const ModelState& state);
 
+// Adds the weights that an update has made to their moving average, where one is kept. `skip`: StepScale::skip.
+inline void average_weights(const ModelState& state, const at::Tensor& skip = {}) {
+  if (state.average) state.average->update(skip);
+}
+
 // Makes the optimizer's step on this rank's slices of all buckets. Paths of the update consist of its calls.
 class SliceSteps {
  public:

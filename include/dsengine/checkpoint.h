@@ -69,7 +69,7 @@ struct LoadOptions {
   bool load_module_strict = true;        // parameters and buffers that only model or file has are an error
   bool load_optimizer_states = true;     // false: they keep their values
   bool load_lr_scheduler_states = true;  // false: the schedule stays where it is
-  bool load_module_only = false;         // loads weights and buffers alone
+  bool load_module_only = false;         // loads weights and buffers alone; a moving average begins with the weights
 };
 
 // The result of load_checkpoint(); false where there was nothing to load.
@@ -90,7 +90,8 @@ struct TrainingState;  // the state that a checkpoint keeps beside tensors; the 
 std::string weight_path(const std::string& name);                           // "weights/h.0.ln_1.weight"
 std::string buffer_path(const std::string& name);                           // "buffers/bn.running_mean"
 std::string state_path(const std::string& state, const std::string& name);  // "optimizer/exp_avg/h.0.ln_1.weight"
-std::string rank_path(int rank, const std::string& name);                   // "ranks/3/rng.cpu": data of one rank
+std::string ema_path(const std::string& name);  // "ema/h.0.ln_1.weight": the moving average of a trained weight
+std::string rank_path(int rank, const std::string& name);  // "ranks/3/rng.cpu": data of one rank
 // Returns the name behind the given folder of paths, or an empty one: name_in("weights/", "weights/h.0.b") == "h.0.b".
 std::string name_in(const std::string& folder, const std::string& path);
 

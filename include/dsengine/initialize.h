@@ -17,6 +17,7 @@
 #include "dsengine/config.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/device_mesh.h"
+#include "dsengine/ema.h"
 #include "dsengine/init_distributed.h"
 #include "dsengine/optimizer.h"
 #include "dsengine/parallel.h"
@@ -82,6 +83,9 @@ struct InitializeOptions {
   // step. So a StepLR falls as Python's does, one step before LibTorch's. Checkpoints keep its place. A class of the
   // program's takes its rates from the number of its steps and the last rates alone: to go back, it begins anew.
   std::shared_ptr<torch::optim::LRScheduler> torch_scheduler;
+  // The exponential moving average of the weights that the engine keeps: .ema = {.decay = 0.999}. Without a decay it
+  // keeps none. ConfigError where offload_optimizer keeps masters in files, and with ZeroOneAdam.
+  EmaOptions ema;
   // The zero::Init scope in which the model was built, on every rank; null: none. Its ranks are the job's where none of
   // distributed, communicator and mesh is given. Must outlive initialize().
   zero::Init* init = nullptr;

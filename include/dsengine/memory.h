@@ -76,9 +76,10 @@ struct StepBytes {
 // during the last step. `gathered` and `secondary` come on top of total() during a step.
 struct HeldBytes {
   int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
+  int64_t average = 0;    // InitializeOptions::ema: the moving average of the weights
   int64_t gathered = 0;   // stage 3: parameters that were whole for operators, at once, at most in the last step
   int64_t secondary = 0;  // zero_hpz_partition_size: slices for the ranks of a node, as long as they are valid
-  int64_t total() const { return parameters + gradients + master + optimizer; }
+  int64_t total() const { return parameters + gradients + master + optimizer + average; }
 };
 
 // Counts of optimizer steps with offload_optimizer.super_offload. `stood`: the host's update began before the gradient
@@ -96,7 +97,7 @@ struct Speculation {
 // together. Names are DeepSpeed's.
 struct OffloadStates {
   bool optim_states = true;  // states of the optimizer
-  bool hp_params = true;     // float32 masters, where they are not the parameters themselves
+  bool hp_params = true;     // float32 masters, where they are not the parameters themselves, and their averages
   bool lp_params = true;     // parameters, trainable and frozen
   bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
   bool pin_memory = true;    // host memory is pinned

@@ -123,6 +123,7 @@ struct Plan {
   zero::StepBytes step_bytes;                  // predicted per rank: memory on top during a step
   zero::OffloadedBytes offloaded_bytes;        // predicted per rank: memory beside the device
   int64_t activation_bytes = 0;                // activations per rank, as ds-tool check was told
+  int64_t ema_bytes = 0;                       // per rank: the moving average of the weights, on the device
   int64_t compression_bytes = 0;               // predicted per rank: what gradient_compression remembers, on the device
 };
 

@@ -39,6 +39,16 @@ std::pair<std::string, std::vector<int64_t>> CheckpointFit::state_of(const std::
   return {checkpoint::state_path(kind, checkpoint::name_in("weights/", path)), model_.parameters[index].whole_sizes()};
 }
 
+std::string CheckpointFit::average(const zero::Parameter& parameter) const {
+  const std::string name = stored_name(parameter.name);
+  const std::string path = checkpoint::ema_path(name);
+  if (name.empty() || !source_.contains(path)) return {};
+  const std::vector<int64_t> sizes = parameter.whole_sizes();
+  require(source_.info(path).sizes == sizes, source_.location(), ": load_checkpoint: \"", path, "\": expected shape ",
+          c10::IntArrayRef(sizes), ", found ", c10::IntArrayRef(source_.info(path).sizes));
+  return path;
+}
+
 void CheckpointFit::find_weights(const FitOptions& options) {
   std::map<const void*, std::vector<std::string>> names;
   for (const auto& item : model_.module->named_parameters()) {

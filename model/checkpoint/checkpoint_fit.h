@@ -39,6 +39,8 @@ class CheckpointFit {
   // The path of the state of a parameter in a trainable bucket, and the whole's shape; an empty path where the
   // checkpoint does not have the parameter.
   std::pair<std::string, std::vector<int64_t>> state_of(const std::string& kind, const Segment& segment) const;
+  // The path of the moving average of a parameter; empty where the checkpoint has none.
+  std::string average(const zero::Parameter& parameter) const;
   // Whether it was written by as many ranks, stages and ranks of a tensor axis as are here.
   bool same_ranks() const { return same_ranks_; }
 

@@ -93,6 +93,7 @@ void add_trained(const ModelState& state, const HostFolders& folders, size_t b, 
     });
   };
   add(state.masters[b], checkpoint::weight_path);
+  if (state.average) add(state.average->values(b), checkpoint::ema_path);
   for (const auto& [kind, values] : state.optimizer.states(b)) {
     ensure(values.dim() == 1 && values.numel() == state.masters[b].numel(), "a state has an element for each weight");
     add(values, [&kind = kind](const std::string& name) { return checkpoint::state_path(kind, name); });

@@ -50,9 +50,9 @@ BucketRange held_range(const ModelState& state, size_t bucket, bool partitioned)
 void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
                   const std::function<void(const Segment& run, int64_t position)>& use);
 
-// Returns all pieces of weights, optimizer states and frozen parameters that this rank is to write. Where hosts have
-// folders apart, what several ranks hold is divided among those of a host, so that each folder has all that its ranks
-// need.
+// Returns all pieces of weights, their averages, optimizer states and frozen parameters that this rank is to write.
+// Where hosts have folders apart, what several ranks hold is divided among those of a host, so that each folder has all
+// that its ranks need.
 std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders& folders, bool with_frozen);
 
 // Calls `use` while slice, master and states of a bucket are in memory. `changes`: what it writes there is kept.

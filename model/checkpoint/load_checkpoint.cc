@@ -152,6 +152,7 @@ class Attempt {
   // After a good one.
   void finish(const RunState& run) {
     reader_->publish();
+    take_average();
     if (!request_.options.load_module_only) {
       take_run_state(model_, run, *source_,
                      {.with_optimizer = request_.with_states(),
@@ -161,6 +162,22 @@ class Attempt {
     consistency_.load_done();
     forget_gradients(model_);
     model_.choose_gradients();
+  }
+
+  // Counts the updates of the average that was read, or from 0. Says where a run and its checkpoint differ in that.
+  void take_average() const {
+    const std::optional<int64_t> saved = source_->state().ema_updates;
+    const bool says = model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
+    if (model_.average) {
+      model_.average->set_updates(reader_->has_average() ? *saved : 0);
+      if (says && !saved) {
+        log::warning("load_checkpoint: ", source_->location(), ": has no moving average of the weights: that of this ",
+                     "run (.ema) begins with the weights that were loaded");
+      }
+    } else if (says && saved) {
+      log::warning("load_checkpoint: ", source_->location(), ": the moving average of the weights that it has is not ",
+                   "loaded; pass .ema to initialize() to go on with it");
+    }
   }
 
   const std::exception_ptr& failure() const { return failure_; }

@@ -118,6 +118,7 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
   } else if (model.optimizer.client) {
     state.optimizer = client_optimizer_state(*model.optimizer.client);
   }
+  if (model.average) state.ema_updates = model.average->updates();
   if (run.loss_scaler) state.loss_scaler = run.loss_scaler->state();
   if (run.schedule) {
     state.lr_iteration = run.schedule->last_batch_iteration();

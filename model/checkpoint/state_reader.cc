@@ -6,7 +6,6 @@
 
 #include "checkpoint/source/part_reader.h"
 #include "core/log.h"
-#include "model/checkpoint/checkpoint_pieces.h"
 
 namespace ds::engine {
 namespace {
@@ -38,6 +37,7 @@ void read_own(Source& source, const std::string& path, const zero::Parameter& pa
 
 void StateReader::read() {
   const ModelOptimizer& optimizer = model_.optimizer;
+  has_average_ = model_.average && !options_.module_only && source_.state().ema_updates.has_value();
   for (size_t b = 0; b < model_.buckets.size(); ++b) read_trained(b);
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
     if (model_.frozen_buckets[f].kept_slice().bits() == 0) read_frozen_bucket(f);
@@ -72,6 +72,7 @@ void StateReader::read_trained(size_t b) {
     });
     const at::Tensor own = model_.own_part(b);
     if (!own.is_alias_of(master)) at::Tensor(own).copy_(master);
+    if (model_.average) read_average(b, range);
     if (!options_.with_states) return;
     for (const auto& [kind, values] : model_.optimizer.states(b)) {
       for_each_run(bucket.layout(), range, [&, &name = kind, &flat = values](const Segment& run, int64_t position) {
@@ -81,6 +82,19 @@ void StateReader::read_trained(size_t b) {
         read_own(source_, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
       });
     }
+  });
+}
+
+// Averages of parameters that the checkpoint lacks begin with the weights.
+void StateReader::read_average(size_t b, const BucketRange& range) {
+  const at::Tensor& average = model_.average->values(b);
+  at::Tensor(average).copy_(model_.masters[b]);
+  if (!has_average_) return;
+  for_each_run(model_.buckets[b].layout(), range, [&](const Segment& run, int64_t position) {
+    const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
+    const std::string path = fit_.average(parameter);
+    if (path.empty()) return;
+    read_own(source_, path, parameter, run.parameter_offset, average.narrow(0, position, run.length));
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
+#include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/rank_state.h"
 #include "model/state/model_state.h"
 
@@ -31,9 +32,12 @@ class StateReader {
   void publish() const;
   // Whether read() has found what the optimizer keeps for this rank alone.
   bool has_rank_states() const { return has_rank_states_; }
+  // Whether read() has found the moving average of the weights, where the model keeps one.
+  bool has_average() const { return has_average_; }
 
  private:
   void read_trained(size_t bucket);
+  void read_average(size_t bucket, const BucketRange& range);
   void read_frozen_bucket(size_t frozen);
   void read_frozen_parameters();
   void read_encoded_bucket(size_t frozen);
@@ -48,6 +52,7 @@ class StateReader {
   const CheckpointFit& fit_;
   ReadOptions options_;
   bool has_rank_states_ = false;
+  bool has_average_ = false;
 };
 
 }  // namespace ds::engine

@@ -31,6 +31,7 @@ HeldBytes held_bytes(const ModelState& state, const Progress& progress) {
     if (!master.is_alias_of(state.buckets[b].kept())) bytes.state.master += static_cast<int64_t>(master.nbytes());
   }
   bytes.state.optimizer = device_state_bytes(state);
+  if (state.average) bytes.average = state.average->bytes(/*in_host_memory=*/false);
   bytes.state.gradients = progress.gradient_bytes;
   bytes.gathered = progress.gathered_bytes;
   for (const zero::ParameterBucket& bucket : state.buckets) bytes.secondary += bucket.secondary_bytes();

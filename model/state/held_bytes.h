@@ -12,6 +12,7 @@ namespace ds::engine {
 // The bytes on the device now; for gradients, their peak in the last step.
 struct HeldBytes {
   zero::ModelStateBytes state;
+  int64_t average = 0;    // of the weights (.ema)
   int64_t gathered = 0;   // stage 3: whole for operators at once, at most in the last step
   int64_t secondary = 0;  // zero_hpz_partition_size: slices for the ranks of a node
 };

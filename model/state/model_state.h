@@ -28,6 +28,7 @@
 #include "model/state/model_optimizer.h"
 #include "model/state/ranks.h"
 #include "model/state/tensor_parts.h"
+#include "model/state/weight_average.h"
 #include "zero/gather/parameter_access.h"
 #include "zero/gather/parameter_gatherer.h"
 #include "zero/parameter_bucket.h"
@@ -75,6 +76,7 @@ struct ModelState {
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
   ModelOptimizer optimizer;
+  std::unique_ptr<WeightAverage> average;                             // null: the program has asked for none
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
   // Modules that the config has chosen recompute activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;

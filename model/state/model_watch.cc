@@ -47,6 +47,10 @@ ModelWatch::~ModelWatch() { state_.access->call_before_changes({}); }
 void ModelWatch::renew() {
   const CheckTime::Scope time;
   state_.overwritten.clear();
+  note_versions();
+}
+
+void ModelWatch::note_versions() {
   for (std::vector<Seen>* const list : {&trained_, &others_}) {
     for (Seen& seen : *list) seen.version = seen.parameter->tensor._version();
   }
@@ -64,10 +68,20 @@ void ModelWatch::renew(const std::vector<size_t>& buckets) {
 
 void ModelWatch::updated() {
   const CheckTime::Scope time;
+  bump_versions();
+  renew();
+}
+
+void ModelWatch::average_shown(bool shown) {
+  shows_average_ = shown;
+  bump_versions();
+  note_versions();
+}
+
+void ModelWatch::bump_versions() {
   for (const Seen& seen : trained_) {
     if (seen.parameter->tensor.requires_grad()) seen.parameter->tensor.unsafeGetTensorImpl()->bump_version();
   }
-  renew();
 }
 
 void ModelWatch::look(const char* call) {
@@ -81,6 +95,7 @@ void ModelWatch::look(const char* call) {
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
   for (const zero::ChangedBucket& changed : state_.access->take_changed()) {
+    require_own_weights(call, changed.parameter);
     require_no_update_beside(call, changed.parameter);
     saving_.wait_copied();
     take_over_changes(state_, changed.bucket);
@@ -115,6 +130,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
       } else if (const int64_t version = seen.parameter->tensor._version(); version == seen.version) {
         continue;
       } else if (!bucket.sharded()) {
+        require_own_weights(call, seen.parameter->name);
         require_no_update_beside(call, seen.parameter->name);
         saving_.wait_copied();
         state_.access->wait_all();
@@ -135,6 +151,7 @@ void ModelWatch::take_over(const char* call, size_t index, size_t position) {
   zero::ParameterBucket& bucket = bucket_at(index);
   const zero::Parameter& parameter = bucket.parameters()[position];
   const at::Tensor& tensor = parameter.tensor;
+  require_own_weights(call, parameter.name);
   require(tensor.scalar_type() == bucket.flat().scalar_type() && tensor.device() == bucket.flat().device(), call,
           ": parameter ", parameter.name, ": its memory was replaced since the engine took it over (model->to(), ",
           "torch::load(), set_data()). Expected ", bucket.flat().scalar_type(), " on ", bucket.flat().device(),
@@ -155,6 +172,11 @@ void ModelWatch::require_no_update_beside(const char* call, const std::string& p
   require(!offload.delayed && !offload.speculative, call, ": parameter ", parameter, ": it was changed in place since ",
           "the engine updated it last, while the update of ", offload.delayed ? "delayed_update" : "super_offload",
           " may run beside the program and would overwrite it. ", kInScope);
+}
+
+void ModelWatch::require_own_weights(const char* call, const std::string& parameter) const {
+  require(!shows_average_, call, ": parameter ", parameter, ": it was changed inside an EmaScope, whose end gives it ",
+          "back the value before; change it outside of the scope");
 }
 
 void ModelWatch::note(const std::string& parameter, uint64_t digest, bool is_part) {

@@ -40,6 +40,9 @@ class ModelWatch {
   // The engine has updated the parameters: a graph that was made from the old values is refused by autograd, as after a
   // step of torch's optimizers.
   void updated();
+  // The engine has put averaged weights into the parameters (`shown`), or its own again, which leaves masters as they
+  // are: graphs from before are refused as after updated(). Changes of the program are refused while they are shown.
+  void average_shown(bool shown);
 
   // Whether parameters of a bucket that were trainable require no gradient now.
   bool any_frozen() const { return frozen_ > 0; }
@@ -65,6 +68,11 @@ class ModelWatch {
   void take_over(const char* call, size_t bucket, size_t position);
   // Throws UsageError, naming a parameter that was changed in place, where an update may be running beside the program.
   void require_no_update_beside(const char* call, const std::string& parameter) const;
+  // Throws UsageError, naming a parameter that was changed, while averaged weights are shown.
+  void require_own_weights(const char* call, const std::string& parameter) const;
+  // Lets autograd refuse graphs that were made from the old values of trained parameters.
+  void bump_versions();
+  void note_versions();
   std::vector<Seen>& list_of(size_t bucket) { return bucket < state_.buckets.size() ? trained_ : others_; }
   void note(const std::string& parameter, uint64_t digest, bool is_part);
   zero::ParameterBucket& bucket_at(size_t bucket) const;
@@ -74,6 +82,7 @@ class ModelWatch {
   std::vector<Seen> trained_;  // one for each of state.parameters, in order
   std::vector<Seen> others_;   // one for each of state.frozen, in order
   size_t frozen_ = 0;          // how many of trained_
+  bool shows_average_ = false;
   Digests digests_;
   std::string last_changed_;
   std::vector<const void*> identities_;  // the module's parameters, in its order

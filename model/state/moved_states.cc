@@ -32,6 +32,7 @@ std::vector<at::Tensor> tensors_of(const ModelState& state, const MovedParts& pa
     if (state.updates_on_host(b)) continue;
     // A master that is a part of the parameters goes with them.
     if (parts.masters && !state.masters[b].is_alias_of(bucket.kept())) tensors.push_back(state.masters[b]);
+    if (parts.masters && state.average) tensors.push_back(state.average->values(b));
     if (!parts.optimizer) continue;
     for (const auto& [name, values] : state.optimizer.states(b)) tensors.push_back(values);
   }

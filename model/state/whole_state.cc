@@ -81,14 +81,18 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
   return result;
 }
 
-std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted) {
+namespace {
+
+// whole_masters(), with `flat_of(bucket)` in place of whole_master().
+std::vector<std::pair<std::string, at::Tensor>> whole_weights(const ModelState& state, bool wanted,
+                                                              const std::function<at::Tensor(size_t)>& flat_of) {
   const auto cast = [](const at::Tensor& tensor) {
     return copy_on_host(tensor.detach().to(optimizers::state_type(tensor.scalar_type())));
   };
   std::vector<at::Tensor> own(state.parameters.size());
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::BucketLayout& layout = state.buckets[b].layout();
-    const at::Tensor flat = whole_master(state, b);
+    const at::Tensor flat = flat_of(b);
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
       if (!wanted && !state.parameters[index].part) continue;  // of a split one the ranks of its axis want the part
@@ -113,6 +117,18 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
     add(frozen, found == gathered.end() ? cast(frozen.tensor) : found->second);
   }
   return result;
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted) {
+  return whole_weights(state, wanted, [&](size_t b) { return whole_master(state, b); });
+}
+
+std::vector<std::pair<std::string, at::Tensor>> whole_averages(const ModelState& state) {
+  return whole_weights(state, /*wanted=*/true, [&](size_t b) {
+    return joined_slices(state, b, state.average->values(b), cat("averaged weights of bucket ", b));
+  });
 }
 
 }  // namespace ds::engine

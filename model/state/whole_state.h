@@ -37,5 +37,7 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
 // Returns float32 weights by name, on the host: masters of what is trained (a tied weight once), then frozen
 // parameters. A rank that does not want them takes part, holds one bucket at a time, and gets an empty list.
 std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted = true);
+// Returns the moving averages in place of the masters (ModelState::average).
+std::vector<std::pair<std::string, at::Tensor>> whole_averages(const ModelState& state);
 
 }  // namespace ds::engine

@@ -139,6 +139,41 @@ TEST_P(GpuLateScale, DividesByTheCountOfAllRanks) {
   }
 }
 
+// The moving average of the weights leaves out the steps that the device skips, which the host learns one step later.
+TEST_P(GpuLateScale, AverageLeavesOutWhatTheDeviceSkips) {
+  const auto [stage, world] = GetParam();
+  if (const std::string why = world > 1 ? test::missing_gpus(world) : ""; !why.empty()) GTEST_SKIP() << why;
+  constexpr double kDecay = 0.75;
+  test::on_devices(world, [&, stage = stage](comm::Communicator& ranks, at::Device device) {
+    ordered_json config = device_config(stage, "fp16");
+    config["gradient_accumulation_steps"] = 1;
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = config,
+                                    .ema = {.decay = kDecay},
+                                    .communicator = borrowed(ranks),
+                                    .device = device.str()})
+                            .engine;
+    State expected = copy_of(engine->fp32_state_dict());
+    for (auto& [name, value] : expected) value = value.to(torch::kDouble);
+    for (int64_t step = 0; step < 8; ++step) {
+      const bool bad = (step == 2 || step == 3 || step == 6) && ranks.rank() == ranks.size() - 1;
+      const at::Tensor loss = model->loss(sample(step, ranks.rank()).to(device));
+      engine->backward(bad ? loss * std::numeric_limits<float>::infinity() : loss);
+      engine->step();
+      if (step == 2) continue;  // the host learns of it in the next step
+      const State weights = copy_of(engine->fp32_state_dict());
+      if (!engine->was_step_applied()) continue;
+      for (auto& [name, value] : expected) {
+        value = kDecay * value + (1 - kDecay) * weights.at(name).to(torch::kDouble);
+      }
+    }
+    EXPECT_EQ(ema_updates(engine), 5);
+    EXPECT_EQ(engine->skipped_steps(), 3);
+    EXPECT_LT(largest_difference(copy_of(ema_state_dict(engine)), expected), 1e-6);
+  });
+}
+
 // A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What
 // nobody has asked until the third shows in the norm of that one.
 TEST(GpuLateScale, RisesToItsMinimum) {

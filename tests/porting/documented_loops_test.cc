@@ -331,6 +331,38 @@ TEST_F(DocumentedLoops, RanksThatEndTogether) {
   });
 }
 
+TEST_F(DocumentedLoops, AveragedWeights) {
+  folder_.write("ds_config.json", small_config(2, 1).dump());
+  Model model = make_model();
+  const at::Tensor x = torch::ones({4, 6});
+  at::Tensor scores;
+  const auto train = [&](const EnginePointer& engine, Model& trained) {
+    for (int step = 0; step < 3; ++step) {
+      engine->backward(trained->forward(x).sum());
+      engine->step();
+    }
+  };
+  const auto evaluate = [&](const EnginePointer& engine, Model& averaged) {
+    const torch::NoGradGuard no_grad;
+    engine->eval();
+    scores = averaged->forward(x);
+  };
+  auto [engine, optimizer, loader, schedule] =
+      ds::engine::initialize({.model = model.ptr(), .config = "ds_config.json", .ema = {.decay = 0.999}});
+  train(engine, model);  // step() updates the average
+  {
+    const ds::engine::EmaScope averaged(engine);  // the model has the averaged weights
+    evaluate(engine, model);
+  }  // and its own again
+  engine->save_16bit_model("out", "ema.safetensors", /*exclude_frozen_parameters=*/false,
+                           ds::engine::ema_state_dict(engine));
+  EXPECT_FALSE(torch::allclose(model->forward(x), scores));
+  Model exported = make_model();
+  const auto source = checkpoint::open("out/ema.safetensors");
+  checkpoint::load_module(*source, *exported);
+  EXPECT_TRUE(torch::allclose(exported->forward(x), scores));
+}
+
 // --- several models and buffers --------------------------------------------------------------------------------------
 
 void train_gan(const EnginePointer& generator, const EnginePointer& critic, Model& g, Model& d, const at::Tensor& real,

@@ -242,6 +242,22 @@ TEST_F(CheckpointToolTest, ConvertTakesItsOptions) {
   }
 }
 
+TEST_F(CheckpointToolTest, ConvertWritesAveragesInTheirPlace) {
+  const Outcome none = run_tool({"convert", write_tag("global_step20"), folder_ / "none", "--ema"});
+  EXPECT_EQ(none.code, 2);
+  EXPECT_THAT(none.err, HasSubstr("ema/"));
+  source_.add(ema_path("wte.weight"), torch::full({6, 4}, 0.25));
+  source_.mutable_state().ema_updates = 7;
+  const std::string tag = write_tag("global_step30");
+  EXPECT_THAT(run_tool({"inspect", tag}).out, ContainsRegex("moving average of weights +7 updates"));
+  const std::string out = folder_ / "out";
+  const Outcome outcome = run_tool({"convert", tag, out, "--ema", "--keep_aliases"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const SafetensorsFile file(out + "/model.safetensors");
+  EXPECT_TRUE(torch::equal(file.tensor("wte.weight"), torch::full({6, 4}, 0.25)));
+  EXPECT_TRUE(torch::equal(file.tensor("head.weight"), file.tensor("wte.weight"))) << "tied";
+}
+
 TEST_F(CheckpointToolTest, ConvertWritesDsenginesFormatForAnyNumberOfRanks) {
   const std::string tag = write_tag("global_step20");
   const std::string out = folder_ / "again/global_step20";

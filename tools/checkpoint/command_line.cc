@@ -56,6 +56,7 @@ void add_convert(CLI::App& app, Arguments& arguments) {
                    "given several times. A name that becomes empty is left out")
       ->allow_extra_args(false);
   convert->add_option("--rename_map", options.rename_map, "A JSON file {\"old name\": \"new name\"}");
+  convert->add_flag("--ema", options.ema, "Write the moving averages of trained weights in their place");
   convert->add_flag("--exclude_frozen", options.exclude_frozen, "Leave out weights that were not trained");
   convert->add_flag("--exclude_buffers", options.exclude_buffers, "Leave out buffers");
   convert->add_flag("--keep_aliases", options.keep_aliases, "Write tied parameters under each of their names");

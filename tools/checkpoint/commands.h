@@ -47,6 +47,7 @@ struct ConvertOptions {
   std::string max_shard_size = "5GB";
   std::vector<std::string> rename;  // OLD=NEW: std::regex (ECMAScript) and its replacement, applied in order
   std::string rename_map;           // a JSON file {"old": "new"}, whole names; "" as new name: left out
+  bool ema = false;                 // moving averages in place of trained weights
   bool exclude_frozen = false;
   bool exclude_buffers = false;
   bool keep_aliases = false;  // tied parameters under each of their names

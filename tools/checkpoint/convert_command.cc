@@ -53,6 +53,7 @@ void convert_to_weights(Source& source, const ConvertOptions& options, std::ostr
                                                {.dtype = dtype_named(options.dtype),
                                                 .max_shard_bytes = parsed_bytes(options.max_shard_size),
                                                 .rename = renaming(options.rename, options.rename_map),
+                                                .ema = options.ema,
                                                 .exclude_frozen = options.exclude_frozen,
                                                 .buffers = !options.exclude_buffers,
                                                 .keep_aliases = options.keep_aliases});
@@ -78,16 +79,17 @@ std::function<std::string(const std::string&)> renaming(const std::vector<std::s
 void convert(Source& source, const ConvertOptions& options, std::ostream& out) {
   if (options.format == "huggingface") return convert_to_weights(source, options, out);
   const bool changes = options.dtype != "keep" || !options.rename.empty() || !options.rename_map.empty() ||
-                       options.exclude_frozen || options.exclude_buffers || options.keep_aliases;
+                       options.exclude_frozen || options.exclude_buffers || options.keep_aliases || options.ema;
   require<ConfigError>(
       !changes, "--format ", options.format, " keeps everything as it is; ",
-      "--dtype, --rename, --rename_map, --exclude_frozen, --exclude_buffers and --keep_aliases are for "
+      "--dtype, --rename, --rename_map, --ema, --exclude_frozen, --exclude_buffers and --keep_aliases are for "
       "--format huggingface");
   const std::filesystem::path given(options.output);  // "a/b/" names b too
   const std::string folder = (given.has_filename() ? given : given.parent_path()).string();
   if (options.format == "universal") {
     export_universal(source, folder);
     out << folder << ": a universal checkpoint; load it with \"checkpoint\": {\"load_universal\": true}\n";
+    if (source.state().ema_updates) out << "DeepSpeed has no moving average of the weights: it is left out\n";
     if (source.state().loss_scaler) out << "DeepSpeed does not read a loss scale from it: that starts anew\n";
     return;
   }

@@ -115,6 +115,7 @@ std::vector<std::vector<std::string>> state_rows(const TrainingState& state) {
     rows.push_back({"optimizer", "none: weights only"});
   }
   if (state.loss_scaler) rows.push_back({"loss scale", number(state.loss_scaler->scale)});
+  if (state.ema_updates) rows.push_back({"moving average of weights", cat(*state.ema_updates, " updates")});
   if (state.lr_iteration) rows.push_back({"lr schedule", cat("iteration ", *state.lr_iteration)});
   if (state.plateau) {
     const optimizers::PlateauState& plateau = *state.plateau;

@@ -49,7 +49,9 @@ const Call kAll[] = {Call::kBackward,
                      Call::kModelStateBytes,
                      Call::kSetTrainBatchSize,
                      Call::kMean,
-                     Call::kAgree};
+                     Call::kAgree,
+                     Call::kEmaScope,
+                     Call::kEmaStateDict};
 
 TEST(CallOrder, AtFirstAllIsAllowedButWhatNeedsACallBefore) {
   const CallOrder order = of_program();
@@ -167,6 +169,24 @@ TEST(CallOrder, ABatchOfAScheduleIsAWholeAccumulation) {
   order.micro_batches.note_batch(4);
   EXPECT_NE(refusal(order, Call::kLoadCheckpoint), "");
   EXPECT_EQ(order.micro_batches.end_accumulation(), 4);
+  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
+}
+
+TEST(CallOrder, AveragedWeightsAreReadAlone) {
+  CallOrder order = of_program();
+  order.scopes.begin_ema();
+  for (const Call call : {Call::kBackward, Call::kSaveCheckpoint, Call::kLoadCheckpoint, Call::kFp32StateDict,
+                          Call::kOffloadStates, Call::kEmaScope}) {
+    EXPECT_THAT(refusal(order, call), HasSubstr(" was called inside an EmaScope, where the model has averaged weights; "
+                                                "end the scope first"));
+  }
+  for (const Call call : {Call::kModuleStateDict, Call::kSave16BitModel, Call::kGatheredParameters, Call::kMean}) {
+    EXPECT_EQ(refusal(order, call), "");
+  }
+  EXPECT_EQ(refusal([&] { order.scopes.require_gather(/*modifies=*/false); }), "");
+  EXPECT_THAT(refusal([&] { order.scopes.require_gather(/*modifies=*/true); }), HasSubstr("inside an EmaScope"));
+  EXPECT_THAT(refusal([&] { order.use_from_this_thread(); }), HasSubstr("EmaScope"));
+  order.scopes.end_ema();
   EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
 }
 
