@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/split/tensor_part.h"
+#include "core/split/split_tensor.h"
 #include "optim/chunked_update.h"
 
 namespace ds::engine {
