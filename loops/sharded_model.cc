@@ -117,7 +117,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   state_.frozen = parameters.frozen;
   const ShardLayout layout = shard_layout(parameters, units, options_, ranks_);
   state_.plan = layout.plan;
-  engine::StartFiles files({.call = "fully_shard", .weights = options_.weights});
+  engine::StartFiles files({.call = "fully_shard", .weights = options_.weights, .has_match = false});
   engine::StartValues values(*state_.module, files, options_.init, state_.ranks, [&](const zero::Parameter& tensor) {
     const at::Tensor known = earlier.value_of(tensor.tensor);
     return known.defined() ? known : no_values(tensor, ranks_.device);

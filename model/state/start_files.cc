@@ -35,6 +35,7 @@ constexpr size_t kMostListed = 8;  // names in a message
 constexpr const char* kMade = "made";      // "made ROWS NAME"
 constexpr const char* kOther = "other";    // "other ROWS NAME": a further name of the tensor before
 constexpr const char* kUnused = "unused";  // "unused 0 NAME"
+constexpr const char* kHit = "hit";        // "hit FILE -": the file has a tensor of the model
 constexpr const char* kMeant = "meant";    // "meant 0 PATTERN": .grow has one that means a tensor
 
 // A parameter or buffer of the module, with all its names.
@@ -89,11 +90,15 @@ class StartFiles::Matching {
     for (const std::string& path : files_.options_.match.over) {
       files_.files_.push_back(checkpoint::open_weights(path));
     }
+    hits_.resize(files_.files_.size());
     for (const StartTensor& one : tensors_of(module_)) match(one);
     require_all();
     add_unused();
     for (size_t i = 0; i < grow_.size(); ++i) {
       if (meant_[i]) text_ += cat(kMeant, " 0 ", files_.options_.match.grow[i], '\n');
+    }
+    for (size_t f = 0; f < hits_.size(); ++f) {
+      if (hits_[f]) text_ += cat(kHit, ' ', f, " -\n");
     }
     return std::move(text_);
   }
@@ -101,6 +106,10 @@ class StartFiles::Matching {
  private:
   const std::string& weights() const { return files_.options_.weights; }
   std::string prefix() const { return cat(files_.options_.call, ": .weights: "); }
+  // Returns `text`, or what helps a call that has no .weights_options.
+  std::string advice(const std::string& text) const {
+    return files_.options_.has_match ? text : ". Load what the file has into the module before the call";
+  }
 
   // The tensor's names in the files; none where the program leaves it out.
   std::vector<std::string> names_in_file(const StartTensor& one) const {
@@ -128,12 +137,17 @@ class StartFiles::Matching {
     const std::vector<std::string> names = names_in_file(one);
     used_.insert(names.begin(), names.end());
     const bool grows = may_grow(one);
-    for (size_t f = files_.files_.size(); f-- > 0;) {
-      const std::string path = checkpoint::weight_for(*files_.files_[f], names);
+    Found last;
+    for (size_t f = 0; f < files_.files_.size(); ++f) {
+      std::string path = checkpoint::weight_for(*files_.files_[f], names);
       if (path.empty()) continue;
-      const int64_t rows = rows_in_file(one, files_.files_[f]->info(path).sizes, grows, Found{f, path});
-      for (const std::string& name : one.names) files_.found_[name] = {f, path};
-      if (rows < (one.tensor.dim() == 0 ? 0 : one.tensor.size(0))) add_made(one, rows);
+      hits_[f] = true;
+      last = {f, std::move(path)};
+    }
+    if (!last.path.empty()) {
+      const int64_t rows = rows_in_file(one, files_.files_[last.file]->info(last.path).sizes, grows, last);
+      for (const std::string& name : one.names) files_.found_[name] = last;
+      if (one.tensor.dim() > 0 && rows < one.tensor.size(0)) add_made(one, rows);
       return;
     }
     if (one.needed && !names.empty()) missing_.push_back(one.names.front());
@@ -144,6 +158,14 @@ class StartFiles::Matching {
     add_made(one, 0);
   }
 
+  // `fewer`: the file has the first rows alone.
+  std::string advice_on_shape(const std::string& name, bool fewer) const {
+    const std::string rows = cat(". To take these rows, and start the others as the program does, pass ",
+                                 ".weights_options.grow = {\"", name, "\"}");
+    return advice(cat(fewer ? rows : std::string(), ". To leave the file's tensor out, have .weights_options.rename ",
+                      "return \"\" for \"", name, "\", which then starts as the program makes it"));
+  }
+
   // Throws where the shapes are neither the same nor those of a tensor that grows.
   int64_t rows_in_file(const StartTensor& one, at::IntArrayRef found, bool grows, const Found& where) {
     const at::IntArrayRef sizes = one.tensor.sizes();
@@ -151,15 +173,8 @@ class StartFiles::Matching {
         !found.empty() && found.size() == sizes.size() && found.slice(1) == sizes.slice(1) && found[0] < sizes[0];
     const std::string& name = one.names.front();
     require(found == sizes || (fewer && grows), prefix(), files_.files_[where.file]->location(), ": tensor \"",
-            checkpoint::name_in("weights/", where.path), "\": expected shape ", sizes, ", found ", found, lazy([&] {
-              return cat(fewer ? cat(". To take these rows, and start the others as the program does, name it in "
-                                     ".weights_options.grow = {\"",
-                                     name, "\"}; else ")
-                               : std::string(". "),
-                         fewer ? "build" : "Build",
-                         " the model with the file's shape, or have .weights_options.rename ", "return \"\" for \"",
-                         name, "\", which then starts as the program makes it");
-            }));
+            checkpoint::name_in("weights/", where.path), "\": expected shape ", sizes, ", found ", found,
+            lazy([&] { return advice_on_shape(name, fewer); }));
     if (found != sizes && one.tensor.is_meta()) unmade_.push_back(name);
     return sizes.empty() ? 0 : found[0];
   }
@@ -176,15 +191,15 @@ class StartFiles::Matching {
             options.over.empty() ? "" : cat(" with .weights_options.over ", listed(options.over, kMostListed)),
             " has no tensor ", lazy([&] { return first_and_others(missing_); }), "; it has ", first.size(),
             " tensors, the first is \"",
-            lazy([&] { return first.empty() ? "" : checkpoint::name_in("weights/", first.begin()->first); }),
-            "\". To start what it lacks (adapters, a new head) as the program makes it, pass .weights_options = ",
-            "{.strict = false}");
+            lazy([&] { return first.empty() ? "" : checkpoint::name_in("weights/", first.begin()->first); }), '"',
+            advice(". To start what it lacks (adapters, a new head) as the program makes it, pass "
+                   ".weights_options = {.strict = false}"));
     require(numbers_.empty(), prefix(), weights(), " does not have ", listed(numbers_, kMostListed),
             ", on the meta device: of integers none says that it is missing; register the buffer on the CPU");
     require(unmade_.empty() || options.fill, prefix(), weights(), " does not have all of ",
             lazy([&] { return cat(unmade_.size(), " tensors"); }),
             " on the meta device, which have no values: ", listed(unmade_, kMostListed),
-            ". Pass .weights_options.fill, a function that makes them, or make these ", "tensors on the CPU");
+            advice(". Pass .weights_options.fill, a function that makes them, or make these tensors on the CPU"));
   }
 
   void add_unused() {
@@ -203,6 +218,7 @@ class StartFiles::Matching {
   const torch::nn::Module& module_;
   std::vector<NamePattern> grow_;
   std::vector<bool> meant_;           // by pattern of .grow
+  std::vector<bool> hits_;            // by file: it has a tensor of the model
   std::set<std::string> used_;        // names in files that the model asks for
   std::vector<std::string> missing_;  // that a file has to have
   std::vector<std::string> unmade_;   // on the meta device, and not, or not whole, in the files
@@ -254,6 +270,7 @@ void StartFiles::share(const std::string& own, const Ranks& ranks) {
       comm::texts_of_ranks(own, ranks.device, *ranks.world, "tensors that .weights lacks");
   std::set<std::string> told;  // lines
   std::set<std::string> meant;
+  std::set<int64_t> hits;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const bool is_own = static_cast<int>(rank) == ranks.first_of_part();
     auto lines = classic_stream<std::istringstream>(texts[rank]);
@@ -265,9 +282,17 @@ void StartFiles::share(const std::string& own, const Ranks& ranks) {
       const std::string name = line.substr(after_rows + 1);
       if (is_own && (word == kMade || word == kOther)) made_[name] = rows;
       if (word == kMeant) meant.insert(name);
-      if (word == kOther || word == kMeant || !told.insert(line).second) continue;
+      if (word == kHit) hits.insert(rows);
+      if (word == kOther || word == kMeant || word == kHit || !told.insert(line).second) continue;
       (word == kUnused ? report_.unused : rows > 0 ? report_.grown : report_.missing).push_back(name);
     }
+  }
+  for (size_t f = 0; f <= options_.match.over.size(); ++f) {
+    require(hits.contains(static_cast<int64_t>(f)), options_.call,
+            f == 0 ? ": .weights: " : ": .weights_options.over: ",
+            f == 0 ? options_.weights : options_.match.over[f - 1], " has no tensor of the model; it has ",
+            lazy([&] { return report_.unused.empty() ? std::string("none") : first_and_others(report_.unused); }),
+            ". Where names differ alone, map them with .weights_options.rename");
   }
   for (const std::string& pattern : options_.match.grow) {
     require(meant.contains(pattern), options_.call, ": .weights_options.grow: \"", pattern, "\": expected the name of ",

@@ -22,6 +22,7 @@ struct StartFilesOptions {
   const char* call = "initialize";  // the call to name in messages
   std::string weights;              // what open_weights() takes; empty: there are no files
   WeightsOptions match = {};
+  bool has_match = true;  // whether the call has the option .weights_options
   uint64_t seed = 0;  // of the random numbers that match.fill draws
 };
 

@@ -168,6 +168,11 @@ TEST_P(PartialWeights, ErrorsSayWhatIsMissingAndTheWayOut) {
   refused(
       Made::kMeta, [](WeightsOptions& options) { options.fill = [](const auto&, const at::Tensor&) {}; },
       AllOf(HasSubstr("fill: first.lora_a: expected values"), HasSubstr("found NaN afterwards")));
+  const std::string foreign = write("foreign.safetensors", {{"other", torch::ones({2})}});
+  refused(
+      Made::kWhole, [&](WeightsOptions& options) { options.over = {foreign}; },
+      AllOf(HasSubstr(".weights_options.over: "), HasSubstr("foreign.safetensors has no tensor of the model"),
+            HasSubstr(".weights_options.rename")));
   refused(
       Made::kWhole, [](WeightsOptions& options) { options.grow = {"wte*"}; },
       HasSubstr(".weights_options.grow: \"wte*\": expected the name of a parameter"));
