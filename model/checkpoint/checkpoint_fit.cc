@@ -74,7 +74,7 @@ void CheckpointFit::find_weights(const FitOptions& options) {
   const checkpoint::Difference differs = checkpoint::difference(source_, wanted);
   for (const std::string& path : differs.missing) report_.missing.push_back(name_of(path));
   for (const std::string& path : differs.unused) report_.unused.push_back(name_of(path));
-  if (options.over) return require_over(options);
+  if (options.over) return require_over(options, wanted);
   require(!options.strict || differs.empty(), source_.location(),
           ": load_checkpoint: the checkpoint does not fit the model: ", differs.text(), ". ", options.hints.less);
   if (!differs.empty() && model_.ranks.world->rank() == 0) {
@@ -82,17 +82,15 @@ void CheckpointFit::find_weights(const FitOptions& options) {
   }
 }
 
-void CheckpointFit::require_over(const FitOptions& options) const {
+// What the source lacks stays; it has something of the model, also of another stage, and nothing else if strict.
+void CheckpointFit::require_over(const FitOptions& options, const Shapes& wanted) const {
   const bool any =
-      std::any_of(weights_.begin(), weights_.end(), [](const auto& entry) { return !entry.second.empty(); });
+      std::any_of(wanted.begin(), wanted.end(), [&](const auto& one) { return source_.contains(one.first); });
   const bool fits = report_.unused.empty() && any;
-  require(fits || (!options.strict && any), source_.location(),
-          ": load_weights: ", any ? "" : "none of its tensors is a parameter of the model; ", report_.unused.size(),
-          " tensors that the model does not have: ", listed(report_.unused, kMostListed), lazy([&] {
-            return any ? std::string(". Pass strict = false to load the others")
-                       : cat("; the model has ", report_.missing.size(), ", the first is ",
-                             report_.missing.empty() ? "" : report_.missing.front());
-          }));
+  const std::string advice = any ? "Pass strict = false to load the others"
+                                 : cat("Expected some of the model's tensors, such as ", listed(report_.missing, 1));
+  require(fits || (!options.strict && any), source_.location(), ": load_weights: found ", report_.unused.size(),
+          " tensors that the model does not have: ", listed(report_.unused, kMostListed), ". ", advice);
   if (!fits && model_.ranks.world->rank() == 0) {
     log::warning("load_weights: ", source_.location(), ": ", report_.unused.size(), " tensors that the model does ",
                  "not have: ", listed(report_.unused, kMostListed), " (strict is false)");

@@ -49,7 +49,7 @@ class CheckpointFit {
   using Shapes = std::map<std::string, std::vector<int64_t>>;
 
   void find_weights(const FitOptions& options);
-  void require_over(const FitOptions& options) const;
+  void require_over(const FitOptions& options, const Shapes& wanted) const;
   void add_buffers(Shapes& wanted) const;
   void add_other_stages(Shapes& wanted) const;
   void require_states(const FitHints& hints) const;
