@@ -46,20 +46,23 @@ void add_stored_names(Source& source, const std::vector<std::string>& names, con
   }
 }
 
-std::string difference(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted) {
-  std::vector<std::string> missing;
-  std::vector<std::string> unused;
-  for (const auto& [path, sizes] : wanted) {
-    const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();  // nothing to load
-    if (!empty && !source.contains(path)) missing.push_back(path);
-  }
-  for (const auto& [path, tensor] : source.tensors()) {
-    if (of_model(path) && !wanted.contains(path)) unused.push_back(path);
-  }
+std::string Difference::text() const {
   std::string text;
   append_names(text, "missing in the checkpoint", missing);
   append_names(text, "that the model does not have", unused);
   return text;
+}
+
+Difference difference(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted) {
+  Difference result;
+  for (const auto& [path, sizes] : wanted) {
+    const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();  // nothing to load
+    if (!empty && !source.contains(path)) result.missing.push_back(path);
+  }
+  for (const auto& [path, tensor] : source.tensors()) {
+    if (of_model(path) && !wanted.contains(path)) result.unused.push_back(path);
+  }
+  return result;
 }
 
 void require_shapes(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted) {
@@ -94,8 +97,8 @@ void load_module(Source& source, torch::nn::Module& module, bool strict) {
     add(as_weight ? weight_path(item.key()) : buffer_path(item.key()), item.value());
   }
   require_shapes(source, wanted);
-  const std::string differs = difference(source, wanted);
-  require(!strict || differs.empty(), source.location(), ": the checkpoint does not fit the model: ", differs,
+  const Difference differs = difference(source, wanted);
+  require(!strict || differs.empty(), source.location(), ": the checkpoint does not fit the model: ", differs.text(),
           ". Load it with strict = false to take what both have");
   for (const auto& [path, target] : targets) {
     const bool direct = target.is_cpu() && target.is_contiguous();

@@ -19,9 +19,16 @@ std::string weight_for(const Source& source, const std::vector<std::string>& nam
 void add_stored_names(Source& source, const std::vector<std::string>& names, const std::vector<int64_t>& sizes,
                       std::map<std::string, std::vector<int64_t>>& wanted);
 
-// Returns, in words, what `wanted` (paths -> shape) and the weights and buffers of `source` do not have in common;
-// empty: nothing.
-std::string difference(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted);
+// What a module and the weights and buffers of a source do not have in common, by paths.
+struct Difference {
+  std::vector<std::string> missing;  // in the source
+  std::vector<std::string> unused;   // that the model does not have
+  bool empty() const { return missing.empty() && unused.empty(); }
+  // The difference in words.
+  std::string text() const;
+};
+// `wanted`: paths -> shape, of the module.
+Difference difference(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted);
 // Throws UsageError for a wanted path (that the source has) of another shape, naming both shapes.
 void require_shapes(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted);
 

@@ -44,4 +44,8 @@ at::Generator generator_of(const RandomStream& stream, c10::Device device) {
   return generator;
 }
 
+KeptGenerator::KeptGenerator() : state_(at::detail::getDefaultCPUGenerator().get_state()) {}
+
+KeptGenerator::~KeptGenerator() { at::Generator(at::detail::getDefaultCPUGenerator()).set_state(state_); }
+
 }  // namespace ds

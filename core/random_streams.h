@@ -9,6 +9,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
@@ -30,5 +31,17 @@ uint64_t key_of(const RandomStream& stream);
 // A new generator at the stream's begin. On the CPU it is seeded by 32 bits of the key alone (LibTorch's Mersenne
 // twister): of 10,000 streams two are the same with a probability of one in a hundred.
 at::Generator generator_of(const RandomStream& stream, c10::Device device = c10::kCPU);
+
+// Leaves the default generator of the CPU as it was, whatever is drawn from it while this lives.
+class KeptGenerator {
+ public:
+  KeptGenerator();
+  ~KeptGenerator();
+  KeptGenerator(const KeptGenerator&) = delete;
+  KeptGenerator& operator=(const KeptGenerator&) = delete;
+
+ private:
+  at::Tensor state_;
+};
 
 }  // namespace ds

@@ -14,6 +14,7 @@
 #include "engine/engine_impl.h"
 #include "model/checkpoint/load_checkpoint.h"
 #include "model/checkpoint/save_checkpoint.h"
+#include "model/checkpoint/save_model.h"
 
 namespace ds::engine {
 namespace {
@@ -93,6 +94,37 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);
   return loaded;
+}
+
+WeightsReport Engine::load_weights(const std::string& path, bool strict) {
+  const at::NoGradGuard no_grad;
+  Impl& self = *impl_;
+  const Autocast::Pause pause(self.state.ranks.device.type());  // casted copies of the weights before would stay
+  self.named([&] { self.order.require(Call::kLoadWeights); });
+  const Phases::Scope phase(self.phases, "load_weights");
+  if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
+  self.named([&] { self.step->judge_late(); });
+  self.synchronize();
+  WeightsReport report = engine::load_weights(self.state, self.order.consistency, {path, strict});
+  self.settings->forget_values();
+  self.watch->renew();
+  self.accumulation_begins(/*restarted=*/true);
+  return report;
+}
+
+const WeightsReport& Engine::start_weights() const { return impl_->start_weights; }
+
+std::string Engine::save_weights(const std::string& path, const SaveWeightsOptions& options) {
+  const at::NoGradGuard no_grad;
+  Impl& self = *impl_;
+  require(self.state.pipeline_ranks() == 1, "save_weights: no rank of a pipeline has all layers; expected ",
+          "save_checkpoint() with exclude_frozen_parameters, and then `ds-tool checkpoint convert`");
+  self.order.require(Call::kSaveWeights);
+  const Phases::Scope phase(self.phases, "save_weights");
+  self.named([&] { self.step->judge_late(); });
+  self.synchronize();
+  save_chosen(self.state, path, options);
+  return path;
 }
 
 std::string Engine::save_16bit_model(const std::string& folder, const std::string& filename,

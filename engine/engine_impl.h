@@ -45,6 +45,7 @@ struct Engine::Impl {
   config::DsConfig config;
   std::optional<CommsReport> comms;  // comms_logger
   ModelState state;
+  WeightsReport start_weights;  // what .weights and the model did not have in common
   std::optional<optimizers::LossScaler> loss_scaler;
   std::shared_ptr<LrScheduler> schedule;
   std::unique_ptr<Reporter> reporter;

@@ -117,11 +117,11 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   state_.frozen = parameters.frozen;
   const ShardLayout layout = shard_layout(parameters, units, options_, ranks_);
   state_.plan = layout.plan;
-  engine::StartValues values(*state_.module, options_.weights, options_.init, state_.ranks,
-                             [&](const zero::Parameter& tensor) {
-                               const at::Tensor known = earlier.value_of(tensor.tensor);
-                               return known.defined() ? known : no_values(tensor, ranks_.device);
-                             });
+  engine::StartFiles files({.call = "fully_shard", .weights = options_.weights, .has_match = false});
+  engine::StartValues values(*state_.module, files, options_.init, state_.ranks, [&](const zero::Parameter& tensor) {
+    const at::Tensor known = earlier.value_of(tensor.tensor);
+    return known.defined() ? known : no_values(tensor, ranks_.device);
+  });
   const std::vector<int> one_group(parameters.trainable.size(), 0);
   engine::ModelLayout buckets = engine::lay_out(parameters, one_group, layout.buckets, ranks_.shards->size());
   const std::vector<int> part_of = buckets.part_of;

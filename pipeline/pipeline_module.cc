@@ -1,6 +1,5 @@
 #include "dsengine/pipeline.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -13,23 +12,12 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/random_streams.h"
 #include "core/tensor_check.h"
 #include "pipeline/stage_placement.h"
 
 namespace ds::pipeline {
 namespace {
-
-// Building a layer only to look at it leaves the default generator as it was.
-class KeptGenerator {
- public:
-  KeptGenerator() : state_(at::detail::getDefaultCPUGenerator().get_state()) {}
-  ~KeptGenerator() { at::Generator(at::detail::getDefaultCPUGenerator()).set_state(state_); }
-  KeptGenerator(const KeptGenerator&) = delete;
-  KeptGenerator& operator=(const KeptGenerator&) = delete;
-
- private:
-  at::Tensor state_;
-};
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -146,7 +134,7 @@ std::shared_ptr<torch::nn::Module> PipelineModule::build_layer(size_t index, boo
 std::vector<double> PipelineModule::count_parameters(const StagePlacement& placement) const {
   const int ranks = placement.ranks ? placement.ranks->size() : 1;
   const int rank = placement.ranks ? placement.ranks->rank() : 0;
-  const KeptGenerator kept;
+  const KeptGenerator kept;  // layers are built only to look at them
   std::vector<double> counts(layers_.size());
   for (size_t i = 0; i < layers_.size(); ++i) {
     if (static_cast<int>(i % static_cast<size_t>(ranks)) != rank) continue;
@@ -161,7 +149,7 @@ std::vector<double> PipelineModule::count_parameters(const StagePlacement& place
 
 std::vector<double> PipelineModule::measure() const {
   std::vector<double> seconds(layers_.size());
-  const KeptGenerator kept;
+  const KeptGenerator kept;  // layers are built only to look at them
   const at::AutoGradMode with_grad(true);
   Tensors inputs = options_.profile_inputs;
   for (size_t i = 0; i < layers_.size(); ++i) {

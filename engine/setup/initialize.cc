@@ -33,6 +33,7 @@
 #include "model/state/recomputed_modules.h"
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/shared_buffers.h"
+#include "model/state/start_files.h"
 
 namespace ds::engine {
 namespace {
@@ -96,12 +97,11 @@ bool has_meta_tensors(const torch::nn::Module& module) {
 }
 
 // All that must be the same on every rank beside the model: lines "what<TAB>value", see require_same_on_all_ranks().
-std::string settings_text(const InitializeOptions& options, const config::DsConfig& config,
+std::string settings_text(const InitializeOptions& options, const config::DsConfig& config, const StartFiles& files,
                           const ModelParameters& parameters, const OptimizerGroups& groups) {
-  std::string text = config_lines(config) + ema_lines(options.ema);
+  std::string text = config_lines(config) + ema_lines(options.ema) + files.settings();
   const auto add = [&text](const auto&... parts) { text += cat(parts..., '\n'); };
   add("a client optimizer\t", options.optimizer ? optimizers::client_name(*options.optimizer) : "none");
-  add(".weights\t", options.weights.empty() ? "none" : "given");
   add(".init\t", options.init ? "given" : "none");
   add("layers of convert_sync_batchnorm without a group\t", layers_that_wait_for_ranks(*options.model));
   for (size_t i = 0; i < groups.group_of.size(); ++i) {
@@ -195,7 +195,8 @@ void tell_of_buffers(const ModelState& model, bool from_file) {
 
 // The module on its device: layers of a pipeline are built, all others moved as they are or, where they have no memory
 // yet, later, bucket by bucket.
-void place_module(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
+void place_module(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
+                  StartFiles& files) {
   if (const auto layers = pipeline_of(options)) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
             "on the ranks that have them; remove it");
@@ -208,8 +209,8 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) broadcast_tied_weights(model.pipeline->tied);
-  tell_of_buffers(model, /*from_file=*/!options.weights.empty());
-  model.tensor = split_over_tensor_axis(model.ranks, options, config);
+  tell_of_buffers(model, /*from_file=*/files.given());
+  model.tensor = split_over_tensor_axis(model.ranks, options, config, files);
 }
 
 OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
@@ -225,14 +226,14 @@ OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& opti
 
 // What all ranks, and those with the same part of the model, have to bring alike.
 void require_same_setup(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
-                        const ModelParameters& parameters, const OptimizerGroups& groups) {
+                        const std::string& settings, const ModelParameters& parameters) {
   const Ranks& ranks = model.ranks;
   if (model.plan.topology.pipe > 1) {
     const std::string layers = config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline);
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks(parameters, settings_text(options, config, parameters, groups),
+  require_same_on_all_ranks(parameters, settings,
                             {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
                             ranks.device, *ranks.part);
 }
@@ -254,7 +255,8 @@ void keep_average(ModelState& model, const EmaOptions& options) {
 }
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
-void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
+void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
+                 StartFiles& files) {
   ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.plan.topology.tensor > 1);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
@@ -264,11 +266,11 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
-  require_same_setup(model, options, config, parameters, groups);
+  require_same_setup(model, options, config, settings_text(options, config, files, parameters, groups), parameters);
   if (config.fp8.enabled) require_fp8(model, config.fp8);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
-  StartValues values(*options.model, options.weights, options.init, model.ranks);
+  StartValues values(*options.model, files, options.init, model.ranks);
   lay_out_model(model, config, parameters, groups.group_of, values);
   set_up_batch_norms(model, config);
   choose_recomputed_modules(model, config);
@@ -373,8 +375,11 @@ Initialized initialize(const InitializeOptions& options) {
   auto impl = std::make_unique<Engine::Impl>();
   choose_parts(*impl, options);
   configure_process(options, impl->config, impl->state.ranks);
-  place_module(impl->state, options, impl->config);
-  build_model(impl->state, options, impl->config);
+  StartFiles files(
+      {.weights = options.weights, .match = options.weights_options, .seed = static_cast<uint64_t>(impl->config.seed)});
+  place_module(impl->state, options, impl->config, files);
+  build_model(impl->state, options, impl->config, files);
+  impl->start_weights = files.report();
   if (impl->state.ranks.world->rank() == 0) say_what_runs(impl->config, impl->state.plan);
   build_company(*impl, options);
   prepare_schedule(*impl);

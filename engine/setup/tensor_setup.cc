@@ -16,6 +16,7 @@
 #include "model/state/weight_average.h"
 #include "parallel/axis/axis.h"
 #include "parallel/split_module.h"
+#include "zero/parameter.h"
 
 namespace ds::engine {
 namespace {
@@ -46,9 +47,8 @@ SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& co
 // Lines "what<TAB>value" of all that decides what is split, and where values come from: ranks that differ would wait
 // for each other.
 std::string split_text(const InitializeOptions& options, const config::DsConfig& config,
-                       const std::vector<SplitRule>& rules) {
-  std::string text = config_lines(config);
-  text += cat(".weights\t", options.weights.empty() ? "none" : "given", '\n');
+                       const std::vector<SplitRule>& rules, const StartFiles& files) {
+  std::string text = config_lines(config) + files.settings();
   text += cat(".init\t", options.init ? "given" : "none", '\n');
   text += ema_lines(options.ema);
   for (size_t i = 0; i < rules.size(); ++i) {
@@ -66,7 +66,8 @@ std::string split_text(const InitializeOptions& options, const config::DsConfig&
 // Where the parts of a module's parameters come from.
 class Values {
  public:
-  Values(const Ranks& ranks, const InitializeOptions& options) : ranks_(ranks), options_(options) {
+  Values(const Ranks& ranks, const InitializeOptions& options, StartFiles& files)
+      : ranks_(ranks), options_(options), files_(files) {
     // Leaves, which are other ones on each rank, are no parameters that it may slice.
     if (options.init) options.init->end();
   }
@@ -75,33 +76,59 @@ class Values {
   void share_wholes(const parallel::SplitPlan& plan) {
     const auto parameters = options_.model->named_parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!plan[i].is_split() && options_.weights.empty()) share(parameters[i].value().detach());
+      if (!plan[i].is_split() && !files_.give(parameters[i].key())) share(parameters[i].key(), parameters[i].value());
     }
-    for (const at::Tensor& buffer : options_.model->buffers()) share(buffer);
+    for (const auto& item : options_.model->named_buffers()) share(item.key(), item.value());
   }
 
   at::Tensor part(const std::string& name, const at::Tensor& parameter, const TensorPart& part) {
     const at::NoGradGuard no_grad;
-    const bool from_file = !options_.weights.empty();
-    require(from_file || !parameter.is_meta(), "initialize: ", name, " is on the meta device and has no values; pass ",
-            ".weights = \"model.safetensors\"");
-    const auto like = parameter.options().device(ranks_.device).requires_grad(false);
-    if (from_file) {
+    if (files_.give(name)) {
       forget(parameter);
-      return at::empty(part.sizes(), like);
+      return at::empty(part.sizes(), like(parameter));
     }
+    require(files_.given() || !parameter.is_meta(), "initialize: ", name,
+            " is on the meta device and has no values; pass .weights = \"model.safetensors\"");
     // In memory of its own: what zero::Init has sliced is whole while operators read it.
-    const at::Tensor whole =
-        options_.init ? at::empty(parameter.sizes(), like).copy_(parameter.detach()) : parameter.detach().contiguous();
-    forget(parameter);
-    broadcast(whole);
+    at::Tensor whole;
+    if (makes(name)) {
+      whole = made(name, parameter);
+    } else {
+      whole = options_.init ? at::empty(parameter.sizes(), like(parameter)).copy_(parameter.detach())
+                            : parameter.detach().contiguous();
+      forget(parameter);
+      broadcast(whole);
+    }
     return slice_of(whole, part).to(ranks_.device).clone(at::MemoryFormat::Contiguous);
   }
 
  private:
-  void share(const at::Tensor& tensor) {
+  // Whether the program makes values of the tensor that the files lack.
+  bool makes(const std::string& name) const { return !files_.is_settled(name) && !files_.give(name); }
+
+  at::TensorOptions like(const at::Tensor& tensor) const {
+    return tensor.options().device(ranks_.device).requires_grad(false);
+  }
+
+  // The full tensor, in memory of its own, with what the program makes and the rows that the files have.
+  at::Tensor made(const std::string& name, const at::Tensor& tensor) {
     const at::NoGradGuard no_grad;
-    if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) return;
+    const at::Tensor whole = at::empty(tensor.sizes(), like(tensor));
+    if (const at::Tensor values = files_.values(name, tensor); values.defined()) whole.copy_(values);
+    files_.settle(name);
+    forget(tensor);
+    broadcast(whole);
+    return whole;
+  }
+
+  void share(const std::string& name, const at::Tensor& whole) {
+    const at::NoGradGuard no_grad;
+    if (!whole.defined() || whole.numel() == 0) return;
+    if (whole.is_meta()) {
+      if (makes(name)) zero::point_to(whole, made(name, whole));
+      return;
+    }
+    const at::Tensor tensor = whole.detach();
     if (tensor.storage().nbytes() == 0) return;  // sliced by zero::Init, which has rank 0's values
     const at::Tensor values = tensor.to(ranks_.device).contiguous();
     broadcast(values);
@@ -121,6 +148,7 @@ class Values {
 
   const Ranks& ranks_;
   const InitializeOptions& options_;
+  StartFiles& files_;
 };
 
 std::string cut_text(const ParameterSplit& split) {
@@ -148,7 +176,7 @@ void add_splits(const TensorParts& parts, const ModelParameters& parameters, Pla
 }
 
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
-                                                    const config::DsConfig& config) {
+                                                    const config::DsConfig& config, StartFiles& files) {
   if (!ranks.tensor) return nullptr;
   const bool sequences = config.tensor_parallel.sequence_parallel;
   require<ConfigError>(!sequences || !options.init,
@@ -157,7 +185,7 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   torch::nn::Module& module = *options.model;
   const SplitRules split = rules_of(options, config);
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks({}, split_text(options, config, split.rules),
+  require_same_on_all_ranks({}, split_text(options, config, split.rules, files),
                             {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
                             ranks.device, *ranks.world);
   parallel::SplitPlan plan = parallel::plan_module(module, split.rules, ranks.tensor->size());
@@ -176,7 +204,8 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   if (config.activation_checkpointing.partition_activations) parts->regions.emplace(ranks.tensor);
   axis->tell_joins(false);  // the engine does, after the first step
   axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
-  Values values(ranks, options);
+  files.open(module, ranks);
+  Values values(ranks, options, files);
   values.share_wholes(plan);
   parts->split = parallel::split_module(
       module, axis, std::move(plan),

@@ -9,16 +9,17 @@
 #include "dsengine/initialize.h"
 #include "model/state/model_layout.h"
 #include "model/state/ranks.h"
+#include "model/state/start_files.h"
 #include "model/state/tensor_parts.h"
 
 namespace ds::engine {
 
 // Splits the module in place: by the rules of the program or, without any, of the config. Leaves have rank 0's values,
-// tensor by tensor, or, where a file of weights gives them, unspecified ones in memory of their own. Null with one rank
-// along the axis: nothing is split. Throws ConfigError without rules, CommError where ranks disagree on rules or
-// parameters, UsageError as parallelize_module. Collective over all ranks.
+// tensor by tensor, or, where `files` give them, unspecified ones in memory of their own; files that lack some are
+// settled for these. Null with one rank along the axis: nothing is split. Throws ConfigError without rules, CommError
+// where ranks disagree on rules or parameters, UsageError as parallelize_module. Collective over all ranks.
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
-                                                    const config::DsConfig& config);
+                                                    const config::DsConfig& config, StartFiles& files);
 
 // What a plan tells of it.
 void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts);

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -78,6 +79,45 @@ struct LoadedCheckpoint {
   std::string tag;                                         // the folder's name
   nlohmann::json client_state = nlohmann::json::object();  // the object that was given to the save
   explicit operator bool() const { return !path.empty(); }
+};
+
+// How a file of weights meets a model: options of InitializeOptions::weights, equal on every rank. A module's own
+// values are those that its constructors have made, rank 0's; also under zero::Init. On the meta device there are none.
+struct WeightsOptions {
+  // True: a parameter that no file has is an error. False: it starts with the module's own values, and is told
+  // (Engine::start_weights(), and one warning).
+  bool strict = true;
+  // Further files, as of adapters: a tensor is taken from the last file that has it.
+  std::vector<std::string> over;
+  // Parameters that may have more rows (a larger dimension 0) than the file, as a grown vocabulary: "wte.weight", or
+  // with "*" for any text. The file's rows come first; those behind them are the module's own.
+  std::vector<std::string> grow;
+  // Maps a name in the model to the name in the files; none: they are the same. An empty result: the files are not
+  // asked for the tensor, and it is no error that they lack it.
+  std::function<std::string(const std::string& name)> rename;
+  // Makes, in place, what the files lack of a tensor on the meta device: all of it, or the rows behind the file's.
+  // `values`: on the CPU, float32 (float64 of a float64 tensor), NaN in all elements; UsageError where one is left. The
+  // default generator is seeded before each call by the config's "seed" and the name, and goes on afterwards as if
+  // nothing had been drawn: all layouts and numbers of ranks begin with the same values. Called by the first rank of
+  // each part of the model.
+  std::function<void(const std::string& name, const at::Tensor& values)> fill;
+};
+
+// What a file of weights and a model do not have in common.
+struct WeightsReport {
+  std::vector<std::string> missing;  // parameters and buffers of the model that the file lacks
+  std::vector<std::string> grown;    // parameters of which it has the first rows alone
+  std::vector<std::string> unused;   // tensors of the file that the model lacks
+};
+
+// Options of Engine::save_weights().
+struct SaveWeightsOptions {
+  // Parameters and buffers: names, or with "*" for any text ("*.lora_*"); a tied parameter is meant by any of its names
+  // and is written under all of them. Empty: all trained parameters.
+  std::vector<std::string> names;
+  // True: of trained parameters the float32 masters (float64 of a float64 model), which lose nothing. False: all in the
+  // model's dtype.
+  bool masters = true;
 };
 
 }  // namespace ds::engine

@@ -85,7 +85,6 @@ class Engine {
   // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts
   // (with managed_gradient_accumulation false every step() is a boundary).
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
-
   // --- pipelines: a model that is a pipeline::PipelineModule (docs/pipeline.md) ------------------------------------
   // Runs one whole step, from micro-batches to the update; see dsengine/pipeline.h. Collective.
   at::Tensor train_batch();
@@ -107,7 +106,6 @@ class Engine {
   // the last batch of all ranks to `path`, in Chrome's format, for `ds-tool schedule --measured`. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
-
   // --- around steps ------------------------------------------------------------------------------------------------
   // While the returned guard lives, backward() adds to this rank's gradients and reduces nothing, at every stage.
   class NoSync {
@@ -121,7 +119,6 @@ class Engine {
     Engine& engine_;
   };
   [[nodiscard]] NoSync no_sync();
-
   // Hands the engine over to the calling thread, which runs forward and calls its methods from now on, while nobody
   // else uses it and no scope is open. With torch_autocast, a warning says that the other thread keeps its autocast.
   void use_from_this_thread();
@@ -130,7 +127,6 @@ class Engine {
   void eval();
   // Drops the running accumulation: its gradients, reduced or not, and its count. step() does it after an update.
   void zero_grad();
-
   // --- what happened -----------------------------------------------------------------------------------------------
   std::vector<double> get_lr() const;  // one value per parameter group
   // Returns {beta1, beta2} or {momentum, 0} per parameter group; empty with a client optimizer.
@@ -147,14 +143,12 @@ class Engine {
   // Counts of the updates that the host ran beside backward (super_offload).
   using Speculation = zero::Speculation;
   Speculation speculation() const;
-
   // Counts since the run's first step, across checkpoints: optimizer steps, skipped ones too; samples of all ranks in
   // these steps, without a running accumulation; micro-batches that step() has counted; skipped steps.
   int64_t global_steps() const;
   int64_t global_samples() const;
   int64_t micro_steps() const;
   int64_t skipped_steps() const;
-
   // --- batch sizes -------------------------------------------------------------------------------------------------
   int64_t train_batch_size() const;
   int64_t train_micro_batch_size_per_gpu() const;
@@ -164,7 +158,6 @@ class Engine {
   void set_train_batch_size(int64_t size);
   // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
-
   // --- ranks and parts ---------------------------------------------------------------------------------------------
   int global_rank() const;
   int local_rank() const;
@@ -191,7 +184,6 @@ class Engine {
   std::shared_ptr<optimizers::ShardOptimizer> optimizer() const;
   const std::shared_ptr<LrScheduler>& lr_scheduler() const;
   const std::shared_ptr<DataLoader>& training_dataloader() const;
-
   // Waits for parameters that are still on their way after a step (a forward does it by itself). Needed only before
   // reading parameters' memory directly or from another thread. With delayed_update it is collective: it waits for the
   // running update and writes it to the parameters in place, so not between a forward and its backward. An update that
@@ -240,6 +232,16 @@ class Engine {
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);
+  // Lets rank 0 write chosen parameters in full, by default the trained ones (adapters), to a safetensors file that
+  // load_weights() and .weights take; no others are gathered. Returns the path. Collective; fails as
+  // save_16bit_model().
+  std::string save_weights(const std::string& path, const SaveWeightsOptions& options = {});
+  // Loads what a file, or any path of checkpoint::open(), has of the parameters and buffers; all others and the states
+  // of the optimizer stay. Every rank reads its parts. `strict`: a tensor that the model lacks is a UsageError, before
+  // anything is changed. Collective, between optimizer steps.
+  WeightsReport load_weights(const std::string& path, bool strict = true);
+  // What .weights and the model did not have in common, over all stages of a pipeline.
+  const WeightsReport& start_weights() const;
   // Returns full float32 weights by name, on the host: the masters of trained parameters (a tied weight once, under its
   // first name), and frozen parameters. Collective.
   StateDict fp32_state_dict();
@@ -255,7 +257,6 @@ class Engine {
   // Loads a checkpoint. Collective, between optimizer steps.
   LoadedCheckpoint load_checkpoint(const std::string& load_dir, const std::string& tag = "",
                                    const LoadOptions& options = {});
-
   // --- memory ------------------------------------------------------------------------------------------------------
   // Move state to host memory, and back; see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
@@ -266,7 +267,6 @@ class Engine {
   ModelStateBytes model_state_bytes() const;
   // The bytes that offload_optimizer and offload_param keep in host memory and files; not part of model_state_bytes().
   zero::OffloadedBytes offloaded_state_bytes() const;
-
   struct Impl;
   explicit Engine(std::unique_ptr<Impl> impl);  // called by initialize()
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "dsengine/checkpoint.h"
 #include "dsengine/comm.h"
 #include "dsengine/config.h"
 #include "dsengine/data_loader.h"
@@ -93,6 +94,8 @@ struct InitializeOptions {
   // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module's values. A model
   // whose tensors are on the meta device needs it. Every rank gives the path, rank 0 alone opens it.
   std::string weights;
+  // How that file meets the model: what it may lack, adapters over it, grown tables (docs/checkpoints.md).
+  WeightsOptions weights_options;
   // The ranks of the job, as the result of engine::init_distributed. At most one of distributed, communicator and mesh
   // is given; with none of them the environment of the process decides (docs/communication.md).
   std::optional<Distributed> distributed;

@@ -1,14 +1,24 @@
 #include "model/checkpoint/checkpoint_fit.h"
 
+#include <algorithm>
 #include <set>
 
 #include "checkpoint/module_weights.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/listed.h"
 #include "core/log.h"
 #include "model/checkpoint/rank_state.h"
 
 namespace ds::engine {
+namespace {
+
+constexpr size_t kMostListed = 8;  // names in a message
+
+// "h.0.b" of "weights/h.0.b".
+std::string name_of(const std::string& path) { return path.substr(path.find('/') + 1); }
+
+}  // namespace
 
 CheckpointFit::CheckpointFit(const ModelState& model, checkpoint::Source& source, const FitOptions& options)
     : model_(model),
@@ -71,11 +81,29 @@ void CheckpointFit::find_weights(const FitOptions& options) {
   add_buffers(wanted);
   add_other_stages(wanted);
   checkpoint::require_shapes(source_, wanted);
-  const std::string differs = checkpoint::difference(source_, wanted);
+  const checkpoint::Difference differs = checkpoint::difference(source_, wanted);
+  for (const std::string& path : differs.missing) report_.missing.push_back(name_of(path));
+  for (const std::string& path : differs.unused) report_.unused.push_back(name_of(path));
+  if (options.over) return require_over(options, wanted);
   require(!options.strict || differs.empty(), source_.location(),
-          ": load_checkpoint: the checkpoint does not fit the model: ", differs, ". ", options.hints.less);
+          ": load_checkpoint: the checkpoint does not fit the model: ", differs.text(), ". ", options.hints.less);
   if (!differs.empty() && model_.ranks.world->rank() == 0) {
-    log::warning("load_checkpoint: ", source_.location(), ": ", differs, " (load_module_strict is false)");
+    log::warning("load_checkpoint: ", source_.location(), ": ", differs.text(), " (load_module_strict is false)");
+  }
+}
+
+// What the source lacks stays; it has something of the model, also of another stage, and nothing else if strict.
+void CheckpointFit::require_over(const FitOptions& options, const Shapes& wanted) const {
+  const bool any =
+      std::any_of(wanted.begin(), wanted.end(), [&](const auto& one) { return source_.contains(one.first); });
+  const bool fits = report_.unused.empty() && any;
+  const std::string advice = any ? "Pass strict = false to load the others"
+                                 : cat("Expected some of the model's tensors, such as ", listed(report_.missing, 1));
+  require(fits || (!options.strict && any), source_.location(), ": load_weights: found ", report_.unused.size(),
+          " tensors that the model does not have: ", listed(report_.unused, kMostListed), ". ", advice);
+  if (!fits && model_.ranks.world->rank() == 0) {
+    log::warning("load_weights: ", source_.location(), ": ", report_.unused.size(), " tensors that the model does ",
+                 "not have: ", listed(report_.unused, kMostListed), " (strict is false)");
   }
 }
 

@@ -23,6 +23,7 @@ struct FitOptions {
   bool strict = true;        // an error names what only one of the two has
   bool with_states = true;   // optimizer states have to fit too
   bool all_weights = false;  // the model is a mixture now: none of its values may stay
+  bool over = false;         // load_weights(): what the source lacks stays, strict or not
   FitHints hints = {};
 };
 
@@ -32,6 +33,8 @@ class CheckpointFit {
   // Throws UsageError, naming the source, where the checkpoint does not fit.
   CheckpointFit(const ModelState& model, checkpoint::Source& source, const FitOptions& options);
 
+  // The parameters and buffers that stay, and the tensors of the source that the model lacks.
+  const WeightsReport& report() const { return report_; }
   // The path of a parameter's weight in the source; empty where it has none.
   const std::string& weight(const std::string& parameter) const { return weights_.at(parameter); }
   // The name that the checkpoint has for a parameter, also of another stage; empty where it has none.
@@ -48,6 +51,7 @@ class CheckpointFit {
   using Shapes = std::map<std::string, std::vector<int64_t>>;
 
   void find_weights(const FitOptions& options);
+  void require_over(const FitOptions& options, const Shapes& wanted) const;
   void add_buffers(Shapes& wanted) const;
   void add_other_stages(Shapes& wanted) const;
   void require_states(const FitHints& hints) const;
@@ -56,6 +60,7 @@ class CheckpointFit {
   const ModelState& model_;
   checkpoint::Source& source_;
   bool same_ranks_;
+  WeightsReport report_;
   std::map<std::string, std::string> weights_;  // parameter name -> path in the source, or empty
 };
 

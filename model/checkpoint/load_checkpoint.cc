@@ -52,9 +52,10 @@ Outcome on_all_ranks(const Ranks& ranks, std::exception_ptr& failure, const Acti
       comm::largest_of_ranks(static_cast<int64_t>(own), ranks.device, *ranks.world, "outcome of reading a checkpoint"));
 }
 
-[[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path) {
+[[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path,
+                                const char* call = "load_checkpoint") {
   if (failure) std::rethrow_exception(failure);
-  throw IoError(cat("load_checkpoint: ", path, ": another rank could not load it, its message says why"));
+  throw IoError(cat(call, ": ", path, ": another rank could not load it, its message says why"));
 }
 
 // Whether a path is what save_checkpoint() of dsengine or of DeepSpeed makes for a tag.
@@ -123,8 +124,9 @@ std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& fold
 // One folder. Its failure is this rank's; the outcome is that of all.
 class Attempt {
  public:
-  Attempt(const ModelState& model, ModelConsistency& consistency, const LoadRequest& request)
-      : model_(model), consistency_(consistency), request_(request) {}
+  // `over`: what the checkpoint lacks stays.
+  Attempt(const ModelState& model, ModelConsistency& consistency, const LoadRequest& request, bool over = false)
+      : model_(model), consistency_(consistency), request_(request), over_(over) {}
 
   Outcome read(const std::string& path) {
     const Ranks& ranks = model_.ranks;
@@ -136,6 +138,7 @@ class Attempt {
                    FitOptions{.strict = request_.options.load_module_strict,
                               .with_states = options.with_states,
                               .all_weights = consistency_.is_mixture(),
+                              .over = over_,
                               .hints = request_.hints});
     });
     if (outcome != Outcome::kGood) return outcome;
@@ -150,11 +153,11 @@ class Attempt {
   }
 
   // After a good one.
-  void finish(const RunState& run) {
+  void finish(const RunState* run) {
     reader_->publish();
-    take_average();
-    if (!request_.options.load_module_only) {
-      take_run_state(model_, run, *source_,
+    take_average(/*is_told=*/run != nullptr);
+    if (run != nullptr && !request_.options.load_module_only) {
+      take_run_state(model_, *run, *source_,
                      {.with_optimizer = request_.with_states(),
                       .with_schedule = request_.options.load_lr_scheduler_states,
                       .with_rank_states = reader_->has_rank_states()});
@@ -165,9 +168,9 @@ class Attempt {
   }
 
   // Counts the updates of the average that was read, or from 0. Says where a run and its checkpoint differ in that.
-  void take_average() const {
+  void take_average(bool is_told) const {
     const std::optional<int64_t> saved = source_->state().ema_updates;
-    const bool says = model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
+    const bool says = is_told && model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
     if (model_.average) {
       model_.average->set_updates(reader_->has_average() ? *saved : 0);
       if (says && !saved) {
@@ -181,12 +184,14 @@ class Attempt {
   }
 
   const std::exception_ptr& failure() const { return failure_; }
+  const WeightsReport& report() const { return fit_->report(); }
   const nlohmann::json& client_state() const { return source_->state().client_state; }
 
  private:
   const ModelState& model_;
   ModelConsistency& consistency_;
   const LoadRequest& request_;
+  bool over_;
   std::unique_ptr<Source> source_;
   std::optional<CheckpointFit> fit_;
   std::optional<StateReader> reader_;
@@ -194,6 +199,17 @@ class Attempt {
 };
 
 }  // namespace
+
+WeightsReport load_weights(const ModelState& model, ModelConsistency& consistency, const WeightsRequest& request) {
+  const LoadRequest module_only{
+      .load_dir = {},
+      .tag = {},
+      .options = {.load_module_strict = request.strict, .load_optimizer_states = false, .load_module_only = true}};
+  Attempt attempt(model, consistency, module_only, /*over=*/true);
+  if (attempt.read(request.path) != Outcome::kGood) throw_failure(attempt.failure(), request.path, "load_weights");
+  attempt.finish(nullptr);
+  return attempt.report();
+}
 
 LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, ModelConsistency& consistency,
                                  const LoadRequest& request) {
@@ -215,7 +231,7 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, M
     Attempt attempt(model, consistency, request);
     const Outcome outcome = attempt.read(path);
     if (outcome == Outcome::kGood) {
-      attempt.finish(run);
+      attempt.finish(&run);
       return {.path = path, .tag = tags[i], .client_state = attempt.client_state()};
     }
     if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(attempt.failure(), path);

@@ -20,6 +20,16 @@ struct LoadRequest {
   bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
 };
 
+// A call that loads weights over those that are there.
+struct WeightsRequest {
+  std::string path;
+  bool strict = true;
+};
+
+// Loads the weights and buffers that a file has; all others stay. Like load_checkpoint() in all else; see
+// Engine::load_weights for what it returns and throws.
+WeightsReport load_weights(const ModelState& model, ModelConsistency& consistency, const WeightsRequest& request);
+
 // Loads a checkpoint. To be called between optimizer steps, with nothing on its way and no save in flight.
 // `consistency` is told when the model is a mixture, and when not any more. Collective; see Engine::load_checkpoint for
 // what it returns and throws.

@@ -5,8 +5,6 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <optional>
-#include <unordered_map>
 #include <utility>
 
 #include "checkpoint/index.h"
@@ -14,15 +12,12 @@
 #include "checkpoint/tag_folder.h"
 #include "comm/agreement.h"
 #include "core/check.h"
-#include "core/files/safetensors.h"
 #include "core/json/parse_json.h"
 #include "core/log.h"
-#include "core/tensor_check.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
 #include "model/checkpoint/saved_state.h"
-#include "model/state/whole_state.h"
 
 namespace ds::engine {
 namespace {
@@ -238,159 +233,6 @@ std::string save_checkpoint(const ModelState& model, const RunState& run, Saves&
     saving.write_now();
   }
   return saving.path();
-}
-
-namespace {
-
-// The file that rank 0 writes, while the other ranks only take part in the gathers. A failure is kept until all ranks
-// are through.
-class WeightFile {
- public:
-  WeightFile(const std::string& path, const torch::nn::Module& module, bool with_frozen) {
-    std::vector<SafetensorsWriter::Header> headers;
-    for (const auto& item : module.named_parameters()) {
-      if (!with_frozen && !trained_tensor(item.value()).requires_grad()) continue;
-      names_[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
-      headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
-    }
-    for (const auto& item : module.named_buffers()) {
-      headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
-    }
-    attempt([&] {
-      std::error_code failure;  // what it means for the file is said when that cannot be made
-      std::filesystem::create_directories(std::filesystem::path(path).parent_path(), failure);
-      writer_.emplace(path, headers, std::map<std::string, std::string>{{"format", "pt"}});
-    });
-  }
-
-  // `values` are those of the full parameter.
-  void write(const zero::Parameter& parameter, const at::Tensor& values) {
-    const auto found = names_.find(parameter.tensor.unsafeGetTensorImpl());
-    if (found == names_.end()) return;
-    for (const std::string& name : found->second) write(name, values);
-  }
-  void write(const std::string& name, const at::Tensor& tensor) {
-    attempt([&] { writer_->write(name, tensor); });
-  }
-  // Writes full values of the program's in the place of the parameters, and of the buffers that it names.
-  void write_given(const NamedTensors& given, const torch::nn::Module& module) {
-    attempt([&] {
-      const auto values = values_for(given, module);
-      const auto own_or_given = [&](const auto& item) {
-        const auto found = values.find(item.key());
-        return found == values.end() ? item.value() : found->second.detach().to(item.value().scalar_type());
-      };
-      for (const auto& item : module.named_buffers()) writer_->write(item.key(), own_or_given(item));
-      for (const auto& item : module.named_parameters()) {
-        if (names_.contains(trained_tensor(item.value()).unsafeGetTensorImpl())) {
-          writer_->write(item.key(), own_or_given(item));
-        }
-      }
-    });
-  }
-  void commit() {
-    attempt([&] { writer_->commit(); });
-  }
-  const std::exception_ptr& failure() const { return failure_; }
-
- private:
-  template <class Action>
-  void attempt(const Action& action) {
-    if (failure_) return;
-    try {
-      action();
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
-  }
-
-  // Returns the given values under the module's names: all parameters of the file, each tied one under all its names,
-  // and those buffers that are given. Throws UsageError where they do not fit.
-  std::map<std::string, at::Tensor> values_for(const NamedTensors& given, const torch::nn::Module& module) const {
-    std::map<std::string, at::Tensor> values;
-    const auto parameters = module.named_parameters();
-    const auto buffers = module.named_buffers();
-    for (const auto& [name, value] : given) {
-      const at::Tensor* const own = parameters.contains(name) ? parameters.find(name) : buffers.find(name);
-      require(own != nullptr, "save_16bit_model: from: ", name, ": expected names of the model's parameters and ",
-              "buffers, as module_state_dict() has them, found one that it lacks");
-      require(value.defined() && value.sizes() == own->sizes(), "save_16bit_model: from: ", name,
-              ": expected a tensor of shape ", own->sizes(), ", found ", describe(value));
-      require(values.emplace(name, value).second, "save_16bit_model: from: ", name,
-              ": expected it once, found it twice");
-    }
-    std::vector<std::string> missing;
-    for (const auto& [parameter, names] : names_) {
-      const auto known =
-          std::find_if(names.begin(), names.end(), [&](const auto& one) { return values.contains(one); });
-      if (known == names.end()) {
-        missing.push_back(names.front());
-        continue;
-      }
-      const at::Tensor value = values.at(*known);
-      for (const std::string& name : names) values.emplace(name, value);
-    }
-    std::sort(missing.begin(), missing.end());
-    require(missing.empty(), "save_16bit_model: from: expected, on rank 0, values of all ", names_.size(),
-            " parameters that the file gets, found none of ", missing.size(), ", the first of them ",
-            lazy([&] { return missing.front(); }));
-    return values;
-  }
-
-  std::map<const void*, std::vector<std::string>> names_;  // by identity of what is trained: tied ones have several
-  std::optional<SafetensorsWriter> writer_;
-  std::exception_ptr failure_;
-};
-
-// Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
-// buckets may be others.
-void write_parameters(const ModelState& state, std::optional<WeightFile>& file) {
-  // The parameters that stage 3 has gathered, by identity of what is trained: copies of parts, on the host, where they
-  // are joined; undefined tensors for all others.
-  std::unordered_map<const void*, at::Tensor> gathered;
-  const bool joins = state.ranks.part->rank() == 0;  // for rank 0
-  for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
-    for (const zero::Parameter& parameter : bucket.parameters()) {
-      at::Tensor& copy = gathered[parameter.tensor.unsafeGetTensorImpl()];
-      if (parameter.part && joins) {
-        copy = parameter.tensor.detach().to(at::kCPU, false, /*copy=*/true);
-      } else if (!parameter.part && file) {
-        file->write(parameter, parameter.tensor);
-      }
-    }
-  });
-  for (const auto* list : {&state.parameters, &state.frozen}) {
-    for (const zero::Parameter& parameter : *list) {
-      const auto found = gathered.find(parameter.tensor.unsafeGetTensorImpl());
-      if (parameter.part && joins) {
-        const at::Tensor own = found == gathered.end() ? parameter.tensor.detach() : found->second;
-        const at::Tensor whole = joined_over_axis(state, parameter, own);
-        if (file) file->write(parameter, whole);
-      } else if (!parameter.part && found == gathered.end() && file) {
-        file->write(parameter, parameter.tensor);
-      }
-    }
-  }
-}
-
-}  // namespace
-
-void save_model(const ModelState& state, const std::string& path, bool with_frozen,
-                const std::optional<NamedTensors>& from) {
-  comm::Communicator& ranks = state.ranks.layer_ranks();
-  std::optional<WeightFile> file;
-  if (ranks.rank() == 0) file.emplace(path, *state.module, with_frozen);
-  if (from) {
-    if (file) file->write_given(*from, *state.module);
-  } else {
-    write_parameters(state, file);
-    if (file) {
-      for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
-    }
-  }
-  if (file) file->commit();
-  require<IoError>(comm::failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0,
-                   "save_16bit_model: rank 0 could not write ", path, ", its message says why");
 }
 
 }  // namespace ds::engine

@@ -6,15 +6,12 @@
 #include <torch/nn/module.h>
 
 #include <functional>
-#include <map>
-#include <memory>
-#include <string>
 #include <vector>
 
-#include "dsengine/checkpoint.h"
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"
 #include "model/state/ranks.h"
+#include "model/state/start_files.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {
@@ -27,30 +24,26 @@ class StartValues {
   // rank in the same order.
   using Elsewhere = std::function<at::Tensor(const zero::Parameter& tensor)>;
 
-  // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the
-  // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
-  // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
-  // one of another shape; UsageError for a tensor on the meta device that the file does not give.
-  // `elsewhere` may be null.
-  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks,
+  // Opens `files`, which outlive this object and may be none: then the module's own values count. `init`: has sliced
+  // parameters of the module, or null. Values are made on `device` of the ranks. Throws what StartFiles::open() throws,
+  // and UsageError for a tensor on the meta device without files. `elsewhere` may be null.
+  StartValues(const torch::nn::Module& module, StartFiles& files, zero::Init* init, const Ranks& ranks,
               Elsewhere elsewhere = nullptr);
 
   // Returns the values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The
   // parameters may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
   // Whether the module's own values stay where they are: one rank, no file, the right device.
-  bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }
+  bool keeps(const at::Tensor& tensor) const {
+    return !files_.given() && world_.size() == 1 && tensor.device() == device_;
+  }
   // Returns the values of one tensor in its own dtype.
   at::Tensor of(const zero::Parameter& tensor);
 
  private:
-  void check_file(const torch::nn::Module& module, const std::string& weights);
-  std::string path_in_file(const at::Tensor& tensor) const;
   at::Tensor source(const zero::Parameter& tensor) const;
 
-  std::unique_ptr<checkpoint::Source> file_;               // its first rank
-  std::map<const void*, std::vector<std::string>> names_;  // names of parameters and buffers, by identity
-  bool from_file_ = false;
+  StartFiles& files_;
   zero::Init* init_;
   Elsewhere elsewhere_;
   at::Device device_;

@@ -16,13 +16,16 @@ at::Tensor copy_on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU, /
 }  // namespace
 
 void for_each_whole_bucket(const ModelState& state, size_t first,
-                           const std::function<void(const zero::ParameterBucket&)>& use) {
+                           const std::function<void(const zero::ParameterBucket&)>& use,
+                           const std::function<bool(const zero::ParameterBucket&)>& wanted) {
   if (!state.gatherer) return;
   const size_t trained = state.buckets.size();
   for (size_t b = first; b < trained + state.frozen_buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = b < trained ? state.buckets[b] : state.frozen_buckets[b - trained];
+    if (wanted && !wanted(bucket)) continue;
     state.gatherer->held().gather(b);
     try {
-      use(b < trained ? state.buckets[b] : state.frozen_buckets[b - trained]);
+      use(bucket);
     } catch (...) {
       state.gatherer->held().drop(b);
       throw;

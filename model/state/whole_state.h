@@ -16,8 +16,10 @@ namespace ds::engine {
 
 // Calls `use`, at stage 3, for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
 // gathered. Without stage 3, where all parameters are full anyway, it is never called.
+// `wanted`, the same on all ranks: buckets for which it is false are not gathered; empty: all are.
 void for_each_whole_bucket(const ModelState& state, size_t first,
-                           const std::function<void(const zero::ParameterBucket&)>& use);
+                           const std::function<void(const zero::ParameterBucket&)>& use,
+                           const std::function<bool(const zero::ParameterBucket&)>& wanted = {});
 
 // Gathers a whole bucket (trainable ones, then frozen ones), [layout.numel], on the device and in new memory, from this
 // rank's part of it, which has an element for each of its slice's. Collective over the ranks that have the bucket's

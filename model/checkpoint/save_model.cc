@@ -1,0 +1,267 @@
+#include "model/checkpoint/save_model.h"
+
+#include <algorithm>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "comm/agreement.h"
+#include "core/check.h"
+#include "core/files/safetensors.h"
+#include "core/name_pattern.h"
+#include "core/tensor_check.h"
+#include "model/state/tensor_parts.h"
+#include "model/state/whole_state.h"
+#include "optim/chunked_update.h"
+
+namespace ds::engine {
+namespace {
+
+// The tensors that a file gets.
+struct FileTensors {
+  std::unordered_set<const void*> parameters;  // by identity of what is trained
+  std::unordered_set<std::string> buffers;     // by name
+  // Trained parameters, by the same identity, of which the file gets the masters; empty: none.
+  std::unordered_set<const void*> masters;
+
+  bool has(const zero::Parameter& parameter) const { return parameters.contains(identity(parameter)); }
+  static const void* identity(const zero::Parameter& parameter) { return parameter.tensor.unsafeGetTensorImpl(); }
+};
+
+FileTensors whole_model(const torch::nn::Module& module, bool with_frozen) {
+  FileTensors tensors;
+  for (const at::Tensor& parameter : module.parameters()) {
+    const at::Tensor trained = trained_tensor(parameter);
+    if (with_frozen || trained.requires_grad()) tensors.parameters.insert(trained.unsafeGetTensorImpl());
+  }
+  for (const auto& item : module.named_buffers()) tensors.buffers.insert(item.key());
+  return tensors;
+}
+
+// The file that rank 0 writes, while the other ranks only take part in the gathers. A failure is kept until all ranks
+// are through.
+class WeightFile {
+ public:
+  WeightFile(const std::string& path, const torch::nn::Module& module, const FileTensors& tensors) {
+    std::vector<SafetensorsWriter::Header> headers;
+    for (const auto& item : module.named_parameters()) {
+      const void* const trained = trained_tensor(item.value()).unsafeGetTensorImpl();
+      if (!tensors.parameters.contains(trained)) continue;
+      names_[trained].push_back(item.key());
+      const at::ScalarType dtype = item.value().scalar_type();
+      headers.push_back({item.key(), tensors.masters.contains(trained) ? optimizers::state_type(dtype) : dtype,
+                         item.value().sizes().vec()});
+    }
+    for (const auto& item : module.named_buffers()) {
+      if (!tensors.buffers.contains(item.key())) continue;
+      headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
+    }
+    attempt([&] {
+      std::error_code failure;  // what it means for the file is said when that cannot be made
+      std::filesystem::create_directories(std::filesystem::path(path).parent_path(), failure);
+      writer_.emplace(path, headers, std::map<std::string, std::string>{{"format", "pt"}});
+    });
+  }
+
+  // `values` are those of the full parameter.
+  void write(const zero::Parameter& parameter, const at::Tensor& values) {
+    const auto found = names_.find(parameter.tensor.unsafeGetTensorImpl());
+    if (found == names_.end()) return;
+    for (const std::string& name : found->second) write(name, values);
+  }
+  void write(const std::string& name, const at::Tensor& tensor) {
+    attempt([&] { writer_->write(name, tensor); });
+  }
+  // Writes full values of the program's in the place of the parameters, and of the buffers that it names.
+  void write_given(const NamedTensors& given, const torch::nn::Module& module) {
+    attempt([&] {
+      const auto values = values_for(given, module);
+      const auto own_or_given = [&](const auto& item) {
+        const auto found = values.find(item.key());
+        return found == values.end() ? item.value() : found->second.detach().to(item.value().scalar_type());
+      };
+      for (const auto& item : module.named_buffers()) writer_->write(item.key(), own_or_given(item));
+      for (const auto& item : module.named_parameters()) {
+        if (names_.contains(trained_tensor(item.value()).unsafeGetTensorImpl())) {
+          writer_->write(item.key(), own_or_given(item));
+        }
+      }
+    });
+  }
+  void commit() {
+    attempt([&] { writer_->commit(); });
+  }
+  const std::exception_ptr& failure() const { return failure_; }
+
+ private:
+  template <class Action>
+  void attempt(const Action& action) {
+    if (failure_) return;
+    try {
+      action();
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+  }
+
+  // Returns the given values under the module's names: all parameters of the file, each tied one under all its names,
+  // and those buffers that are given. Throws UsageError where they do not fit.
+  std::map<std::string, at::Tensor> values_for(const NamedTensors& given, const torch::nn::Module& module) const {
+    std::map<std::string, at::Tensor> values;
+    const auto parameters = module.named_parameters();
+    const auto buffers = module.named_buffers();
+    for (const auto& [name, value] : given) {
+      const at::Tensor* const own = parameters.contains(name) ? parameters.find(name) : buffers.find(name);
+      require(own != nullptr, "save_16bit_model: from: ", name, ": expected names of the model's parameters and ",
+              "buffers, as module_state_dict() has them, found one that it lacks");
+      require(value.defined() && value.sizes() == own->sizes(), "save_16bit_model: from: ", name,
+              ": expected a tensor of shape ", own->sizes(), ", found ", describe(value));
+      require(values.emplace(name, value).second, "save_16bit_model: from: ", name,
+              ": expected it once, found it twice");
+    }
+    std::vector<std::string> missing;
+    for (const auto& [parameter, names] : names_) {
+      const auto known =
+          std::find_if(names.begin(), names.end(), [&](const auto& one) { return values.contains(one); });
+      if (known == names.end()) {
+        missing.push_back(names.front());
+        continue;
+      }
+      const at::Tensor value = values.at(*known);
+      for (const std::string& name : names) values.emplace(name, value);
+    }
+    std::sort(missing.begin(), missing.end());
+    require(missing.empty(), "save_16bit_model: from: expected, on rank 0, values of all ", names_.size(),
+            " parameters that the file gets, found none of ", missing.size(), ", the first of them ",
+            lazy([&] { return missing.front(); }));
+    return values;
+  }
+
+  std::map<const void*, std::vector<std::string>> names_;  // by identity of what is trained: tied ones have several
+  std::optional<SafetensorsWriter> writer_;
+  std::exception_ptr failure_;
+};
+
+// Hands masters of the file's trained parameters to `take`, bucket by bucket. Collective.
+void for_each_master(const ModelState& state, const FileTensors& tensors,
+                     const std::function<void(const zero::Parameter&, const at::Tensor&)>& take) {
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = state.buckets[b];
+    const auto& own = bucket.parameters();
+    if (std::none_of(own.begin(), own.end(), [&](const auto& one) { return tensors.has(one); })) continue;
+    const at::Tensor flat = whole_master(state, b);
+    for (const Segment& segment : bucket.layout().segments) {
+      const zero::Parameter& parameter = state.parameters[static_cast<size_t>(segment.parameter)];
+      take(parameter, zero::view_of(flat, segment, parameter.tensor).to(optimizers::state_type(flat.scalar_type())));
+    }
+  }
+}
+
+// Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
+// buckets may be others.
+void write_parameters(const ModelState& state, const FileTensors& tensors, std::optional<WeightFile>& file) {
+  // The parameters that were gathered, by identity of what is trained: copies of parts, on the host, where they are
+  // joined; undefined tensors for all others.
+  std::unordered_map<const void*, at::Tensor> gathered;
+  const bool joins = state.ranks.part->rank() == 0;  // for rank 0
+  const auto take = [&](const zero::Parameter& parameter, const at::Tensor& values) {
+    if (!tensors.has(parameter)) return;
+    at::Tensor& copy = gathered[FileTensors::identity(parameter)];
+    if (parameter.part && joins) {
+      copy = values.detach().to(at::kCPU, false, /*copy=*/true);
+    } else if (!parameter.part && file) {
+      file->write(parameter, values);
+    }
+  };
+  if (!tensors.masters.empty()) for_each_master(state, tensors, take);
+  for_each_whole_bucket(
+      state, tensors.masters.empty() ? 0 : state.buckets.size(),
+      [&](const zero::ParameterBucket& bucket) {
+        for (const zero::Parameter& parameter : bucket.parameters()) take(parameter, parameter.tensor);
+      },
+      [&](const zero::ParameterBucket& bucket) {
+        const auto& own = bucket.parameters();
+        return std::any_of(own.begin(), own.end(), [&](const auto& one) { return tensors.has(one); });
+      });
+  for (const auto* list : {&state.parameters, &state.frozen}) {
+    for (const zero::Parameter& parameter : *list) {
+      if (!tensors.has(parameter)) continue;
+      const auto found = gathered.find(FileTensors::identity(parameter));
+      if (parameter.part && joins) {
+        const at::Tensor own = found == gathered.end() ? parameter.tensor.detach() : found->second;
+        const at::Tensor whole = joined_over_axis(state, parameter, own);
+        if (file) file->write(parameter, whole);
+      } else if (!parameter.part && found == gathered.end() && file) {
+        file->write(parameter, parameter.tensor);
+      }
+    }
+  }
+}
+
+// `from`: values of the program's in the place of the model's. `call`: the call to name.
+void write_file(const ModelState& state, const std::string& path, const FileTensors& tensors,
+                const std::optional<NamedTensors>& from, const char* call) {
+  comm::Communicator& ranks = state.ranks.layer_ranks();
+  std::optional<WeightFile> file;
+  if (ranks.rank() == 0) file.emplace(path, *state.module, tensors);
+  if (from) {
+    if (file) file->write_given(*from, *state.module);
+  } else {
+    write_parameters(state, tensors, file);
+    if (file) {
+      for (const auto& item : state.module->named_buffers()) {
+        if (tensors.buffers.contains(item.key())) file->write(item.key(), item.value());
+      }
+    }
+  }
+  if (file) file->commit();
+  require<IoError>(comm::failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0, call,
+                   ": rank 0 could not write ", path, ", its message says why");
+}
+
+// What the patterns mean, each at least one tensor.
+FileTensors tensors_named(const torch::nn::Module& module, const std::vector<std::string>& patterns) {
+  FileTensors tensors;
+  for (const std::string& pattern : patterns) {
+    const NamePattern wanted = NamePattern::stars(pattern);
+    bool any = false;
+    for (const auto& item : module.named_parameters()) {
+      if (!wanted.matches(item.key())) continue;
+      tensors.parameters.insert(trained_tensor(item.value()).unsafeGetTensorImpl());
+      any = true;
+    }
+    for (const auto& item : module.named_buffers()) {
+      if (!wanted.matches(item.key())) continue;
+      tensors.buffers.insert(item.key());
+      any = true;
+    }
+    require(any, "save_weights: names: \"", pattern, "\": expected the name of a parameter or buffer, or a pattern of ",
+            "some (\"*\" stands for any text), found none of that name in the model");
+  }
+  return tensors;
+}
+
+}  // namespace
+
+void save_model(const ModelState& state, const std::string& path, bool with_frozen,
+                const std::optional<NamedTensors>& from) {
+  write_file(state, path, whole_model(*state.module, with_frozen), from, "save_16bit_model");
+}
+
+void save_chosen(const ModelState& state, const std::string& path, const SaveWeightsOptions& options) {
+  FileTensors tensors = tensors_named(*state.module, options.names);
+  for (const zero::Parameter& parameter : state.parameters) {
+    if (options.names.empty()) tensors.parameters.insert(FileTensors::identity(parameter));
+    if (options.masters) tensors.masters.insert(FileTensors::identity(parameter));
+  }
+  require(!tensors.parameters.empty() || !tensors.buffers.empty(), "save_weights: expected trained parameters, found ",
+          "none (the engine has no optimizer); name what is to be written in SaveWeightsOptions::names");
+  write_file(state, path, tensors, std::nullopt, "save_weights");
+}
+
+}  // namespace ds::engine
