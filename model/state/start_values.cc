@@ -44,9 +44,9 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
       failure = std::current_exception();
     }
   }
-  const int failed = comm::failed_rank(failure, device_, *ranks.world);
-  require<IoError>(failed < 0, "initialize: .weights: rank ", failed, " could not use ", weights,
-                   ", its message says why");
+  const auto failed = comm::failure_of_ranks(failure, device_, *ranks.world);
+  require<IoError>(!failed, "initialize: .weights: rank ", failed ? failed->rank : 0, " could not use ", weights, ": ",
+                   failed ? failed->message : "");
 }
 
 void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {
