@@ -73,6 +73,7 @@ constexpr Row kRows[] = {
     {.call = Call::kModuleStateDict, .name = "module_state_dict()", .needs = kWholeState},
     {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState},
     {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
+    {.call = Call::kSaveFp32Model, .name = "save_fp32_model()", .needs = kWholeState},
     {.call = Call::kSaveCheckpoint, .name = "save_checkpoint()", .needs = kStatesHere | kWholeState | kNoScopes},
     {.call = Call::kLoadCheckpoint,
      .name = "load_checkpoint()",

@@ -29,6 +29,7 @@ enum class Call {
   kModuleStateDict,
   kFp32StateDict,
   kSave16BitModel,
+  kSaveFp32Model,
   kSaveCheckpoint,
   kLoadCheckpoint,
   kOffloadStates,
