@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/module_file.h"
 #include "checkpoint/save_job.h"
 #include "checkpoint/source/tensor_parts.h"
 #include "checkpoint/tag_folder.h"
@@ -68,6 +69,11 @@ void require_averages(const Source& source) {
   }
 }
 
+at::ScalarType dtype_of(at::ScalarType stored, const ExportOptions& options) {
+  if (options.dtype) return at::isFloatingType(stored) ? *options.dtype : stored;
+  return options.widen && at::isReducedFloatingType(stored) ? at::kFloat : stored;
+}
+
 std::vector<ExportItem> items_of(const Source& source, const ExportOptions& options) {
   if (options.ema) require_averages(source);
   std::map<std::string, std::vector<std::string>> aliases;  // stored name -> further names
@@ -76,7 +82,7 @@ std::vector<ExportItem> items_of(const Source& source, const ExportOptions& opti
   for (const auto& [path, info] : source.tensors()) {
     const std::string stored = exported_name(path, info, options);
     if (stored.empty()) continue;
-    const at::ScalarType dtype = options.dtype && at::isFloatingType(info.dtype) ? *options.dtype : info.dtype;
+    const at::ScalarType dtype = dtype_of(info.dtype, options);
     std::vector<std::string> names = {stored};
     if (options.keep_aliases) names.insert(names.end(), aliases[stored].begin(), aliases[stored].end());
     for (const std::string& original : names) {
@@ -207,6 +213,28 @@ ExportedFiles export_weights(Source& source, const std::string& folder, const Ex
     index.commit();
   }
   remove_leftovers(folder, result.files);
+  return result;
+}
+
+ExportedFiles export_module(Source& source, const std::string& path, const ExportOptions& options,
+                            const std::vector<std::string>& empty_modules) {
+  ExportOptions all_names = options;
+  all_names.keep_aliases = true;
+  std::map<std::string, at::Tensor> values;  // by path: one for all names of a tied parameter
+  std::vector<ModuleTensor> tensors;
+  ExportedFiles result{.files = {fs::path(path).filename().string()}, .tensors = 0, .bytes = 0};
+  for (const ExportItem& item : items_of(source, all_names)) {
+    at::Tensor& whole = values[item.path];
+    if (!whole.defined()) {
+      whole = converted(source, item, source.tensor(item.path));
+      result.bytes += item.bytes;
+    }
+    tensors.push_back({item.name, whole, item.path.starts_with("buffers/")});
+    ++result.tensors;
+  }
+  std::vector<std::string> modules;
+  for (const std::string& module : empty_modules) modules.push_back(renamed(options, module));
+  write_module_file(path, tensors, modules);
   return result;
 }
 

@@ -1,5 +1,5 @@
-// Writing a checkpoint in another form: its weights in Hugging Face's layout, all of it in DeepSpeed's universal
-// layout, or all of it again in dsengine's own.
+// Writing a checkpoint in another form: its weights in Hugging Face's layout or as a file of LibTorch, all of it in
+// DeepSpeed's universal layout, or all of it again in dsengine's own.
 //
 // DeepSpeed's universal layout lets a program in Python go on with any number of ranks and ZeRO stage 1, 2 or 3
 // ("checkpoint": {"load_universal": true} in its ds_config):
@@ -28,6 +28,7 @@ struct ExportOptions {
   // The type in which floating-point tensors are written; none: as they are stored. Float16 refuses finite values that
   // become infinite in it.
   std::optional<at::ScalarType> dtype;
+  bool widen = false;                       // without dtype: writes 16-bit floating-point tensors as float32
   int64_t max_shard_bytes = 5'000'000'000;  // data in one file; a larger tensor gets a file of its own
   // Name in the module -> name in the file; an empty one leaves the tensor out. None: unchanged.
   std::function<std::string(const std::string&)> rename;
@@ -58,6 +59,13 @@ struct ExportedFiles {
 // Throws IoError (source, disk, a value beyond float16), UsageError (two tensors of one name after renaming, nothing to
 // write, no average of a trained weight).
 ExportedFiles export_weights(Source& source, const std::string& folder, const ExportOptions& options = {});
+
+// Writes weights and buffers to `path` as torch::save(model, path) does, for torch::load(model, path) of plain
+// LibTorch, whose model has to have the dtypes of the file. Tied parameters are written under each of their names, and
+// max_shard_bytes has no meaning. `empty_modules`: the modules without tensors in them, which LibTorch looks for;
+// `rename` applies to them too. All tensors are in memory at once. Throws IoError and UsageError as export_weights().
+ExportedFiles export_module(Source& source, const std::string& path, const ExportOptions& options,
+                            const std::vector<std::string>& empty_modules);
 
 // Writes any checkpoint again in dsengine's format, as `ranks` ranks would have written it. `folder`: <save_dir>/<tag>;
 // <save_dir>/latest then names it. Goes tensor by tensor: at most one piece is in memory. Throws IoError.

@@ -17,6 +17,7 @@
 
 #include "comm/meeting/host_identity.h"
 #include "core/text.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
@@ -121,10 +122,20 @@ std::string message_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const std::exception& error) {
-    return error.what();
+    return without_stack(error.what());
   } catch (...) {
     return "an exception of unknown type";
   }
+}
+
+std::optional<RankFailure> failure_of_ranks(const std::exception_ptr& failure, c10::Device device,
+                                            Communicator& ranks) {
+  const int64_t failed = largest_of_ranks(failure ? ranks.rank() : -1, device, ranks, "failure of a rank");
+  if (failed < 0) return std::nullopt;
+  const auto rank = static_cast<int>(failed);
+  std::string message = text_of_rank(failure ? message_of(failure) : std::string(), rank, device, ranks);
+  if (failure) std::rethrow_exception(failure);
+  return RankFailure{.rank = rank, .message = std::move(message)};
 }
 
 std::string text_of_rank(const std::string& text, int root, c10::Device device, Communicator& ranks) {

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,8 +37,17 @@ double mean_of_ranks(double value, c10::Device device, Communicator& ranks, cons
 // failed, or -1.
 int failed_rank(const std::exception_ptr& failure, c10::Device device, Communicator& ranks);
 
-// Returns the message of an exception. `failure` is not null. Not collective.
+// Returns the message of an exception, without the stack of one of LibTorch. `failure` is not null. Not collective.
 std::string message_of(const std::exception_ptr& failure);
+
+// The failure of another rank.
+struct RankFailure {
+  int rank = 0;
+  std::string message;
+};
+// Does what failed_rank() does, and gives the ranks without a failure the message of the one that failed; nothing where
+// none did. For what a program is likely to see of some ranks only, such as the start.
+std::optional<RankFailure> failure_of_ranks(const std::exception_ptr& failure, c10::Device device, Communicator& ranks);
 
 // Returns the text of rank `root` on every rank.
 std::string text_of_rank(const std::string& text, int root, c10::Device device, Communicator& ranks);

@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "model/checkpoint/fp32_model.h"
 #include "model/checkpoint/load_checkpoint.h"
 #include "model/checkpoint/save_checkpoint.h"
 #include "model/checkpoint/save_model.h"
@@ -124,6 +125,20 @@ std::string Engine::save_weights(const std::string& path, const SaveWeightsOptio
   self.named([&] { self.step->judge_late(); });
   self.synchronize();
   save_chosen(self.state, path, options);
+  return path;
+}
+
+std::string Engine::save_fp32_model(const std::string& folder, const std::string& filename) {
+  const at::NoGradGuard no_grad;
+  Impl& self = *impl_;
+  require(self.state.pipeline_ranks() == 1, "save_fp32_model: no rank of a pipeline has the whole model; expected ",
+          "save_checkpoint() and then `ds-tool checkpoint convert --format torch`");
+  self.order.require(Call::kSaveFp32Model);
+  const Phases::Scope phase(self.phases, "save_fp32_model");
+  self.named([&] { self.step->judge_late(); });
+  self.synchronize();
+  const std::string path = (std::filesystem::path(folder) / filename).string();
+  engine::save_fp32_model(self.state, path);
   return path;
 }
 

@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 #include "model/state/shared_buffers.h"
@@ -112,7 +113,7 @@ void undo_accumulation(Engine::Impl& engine, const StepCounts& counts) noexcept 
     engine.state.access->end_pass();
     engine.accumulation_begins(/*restarted=*/true);
   } catch (const std::exception& error) {  // what is thrown is the first failure
-    log::error("after a step() that failed: ", error.what());
+    log::error("after a step() that failed: ", without_stack(error.what()));
   }
 }
 

@@ -14,6 +14,7 @@
 #include "core/device/readback.h"
 #include "core/files/atomic_file.h"
 #include "core/json/parse_json.h"
+#include "core/without_stack.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 
@@ -86,8 +87,8 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   try {
     impl.scaled_backward->drop(/*unused=*/true);
   } catch (const std::exception& error) {
-    throw CommError(
-        cat(comm::message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
+    throw CommError(cat(comm::message_of(failure),
+                        "; the gradients of the batch could not be dropped: ", without_stack(error.what())));
   }
 }
 

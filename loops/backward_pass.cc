@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds::loops {
 
@@ -28,7 +29,7 @@ struct BackwardPass::Shared {
     try {
       events.abandon();
     } catch (const std::exception& error) {
-      log::error("a backward pass that was abandoned: ", error.what());
+      log::error("a backward pass that was abandoned: ", without_stack(error.what()));
     }
   }
 };

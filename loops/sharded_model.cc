@@ -9,6 +9,7 @@
 #include "comm/slice_group.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "loops/first_values.h"
 #include "loops/shard_ranks.h"
@@ -238,7 +239,7 @@ void ShardedModel::abandon_pass() noexcept {
     for (const zero::Parameter& parameter : state_.parameters) parameter.tensor.mutable_grad().reset();
     state_.gatherer->change_mode();
   } catch (const std::exception& error) {
-    log::error("fully_shard: after a backward pass that failed: ", error.what());
+    log::error("fully_shard: after a backward pass that failed: ", without_stack(error.what()));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 #include "offload/aio_file.h"
 #include "offload/device_file_calls.h"
 
@@ -28,7 +29,7 @@ DeviceCopies::~DeviceCopies() {
       if (buffer.read.valid()) buffer.read.get();
       if (buffer.used) buffer.used->synchronize();
     } catch (const std::exception& error) {
-      log::warning("slices of parameters: ", error.what());
+      log::warning("slices of parameters: ", without_stack(error.what()));
     }
   }
 }

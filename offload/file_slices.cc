@@ -8,6 +8,7 @@
 
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
+#include "core/without_stack.h"
 #include "offload/slice_swapper.h"
 
 namespace ds::offload {
@@ -29,7 +30,7 @@ SliceBuffers::~SliceBuffers() {
     try {
       settle(buffer);
     } catch (const std::exception& error) {
-      log::warning("slices of parameters: ", error.what());
+      log::warning("slices of parameters: ", without_stack(error.what()));
     }
   }
 }
@@ -144,12 +145,13 @@ void SliceBuffers::fail(Buffer& buffer, const IoError& error) {
   const int64_t slice = buffer.slice;
   if (buffer.loads == 0) buffer.slice = -1;  // it holds no slice any more
   if (buffer.writes && failure_.empty()) {
-    failure_ = cat("slice ", slice, " of the parameters could not be written: ", error.what(),
+    failure_ = cat("slice ", slice, " of the parameters could not be written: ", without_stack(error.what()),
                    ". What the last update made of it is lost; checkpoints saved earlier are not affected: start again "
                    "from the last one");
   }
-  throw IoError(buffer.writes ? failure_
-                              : cat("slice ", slice, " of the parameters could not be read: ", error.what()));
+  throw IoError(buffer.writes
+                    ? failure_
+                    : cat("slice ", slice, " of the parameters could not be read: ", without_stack(error.what())));
 }
 
 int64_t FileSlices::buffer_bytes(const std::vector<int64_t>& sizes) {

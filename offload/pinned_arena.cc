@@ -28,6 +28,7 @@
 #include "core/round_up.h"
 #include "core/system_call.h"
 #include "core/text.h"
+#include "core/without_stack.h"
 #include "offload/host_budget.h"
 
 namespace ds::offload {
@@ -106,7 +107,7 @@ std::string register_with_cuda(void* data, size_t bytes, at::Device device) {
     const c10::DeviceGuard guard(device);
     return plugin.register_host_memory(data, bytes);
   } catch (const std::exception& error) {
-    return error.what();
+    return without_stack(error.what());
   }
 }
 

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/memory/storage_memory.h"
 #include "core/round_up.h"
+#include "core/without_stack.h"
 
 namespace ds::offload {
 namespace {
@@ -247,7 +248,7 @@ void SliceSwapper::finish_read(Buffer& buffer) {
   try {
     file_->wait(ticket);
   } catch (const IoError& error) {
-    throw IoError(cat("slice ", buffer.slice, " could not be read: ", error.what()));
+    throw IoError(cat("slice ", buffer.slice, " could not be read: ", without_stack(error.what())));
   }
   buffer.state = State::kUsed;
 }
@@ -273,7 +274,7 @@ void SliceSwapper::finish_write(Buffer& buffer) {
     } catch (const IoError& error) {
       if (!failure_.empty()) continue;
       failure_ =
-          cat("slice ", buffer.slice, " could not be written: ", error.what(),
+          cat("slice ", buffer.slice, " could not be written: ", without_stack(error.what()),
               ". The optimizer state of this step is lost; checkpoints saved earlier are not affected: start again "
               "from the last one");
     }

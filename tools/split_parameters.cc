@@ -192,6 +192,8 @@ SplitReport report_splits(const engine::config::TensorParallelSection& section,
   report.warnings = std::move(split.warnings);
   const int ranks = static_cast<int>(report.ranks);
   const parallel::SplitPlan plan = parallel::plan_splits(parameters, split.rules, ranks);
+  const bool cuts = std::any_of(plan.begin(), plan.end(), [](const ParameterSplit& one) { return one.is_split(); });
+  if (!cuts && !plan.empty()) report.warnings.push_back(engine::nothing_is_split(report.ranks));
   std::map<GroupKey, size_t> places;
   for (const ParameterSplit& entry : plan) {
     add_to_groups(entry, report.groups, places);

@@ -22,6 +22,7 @@
 #include "core/memory/host_memory.h"
 #include "core/memory/storage_memory.h"
 #include "core/op_interceptor.h"
+#include "core/without_stack.h"
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"
 #include "zero/parameter.h"
@@ -44,7 +45,7 @@ void take_memory(const at::Tensor& parameter) {
     give_storage(parameter, c10::GetAllocator(parameter.device().type())->allocate(bytes), bytes);
   } catch (const std::exception& error) {
     throw ConfigError(cat("zero::Init: no memory for a parameter of ", bytes, " bytes that an operator reads: ",
-                          error.what(), ". Reduce InitOptions::max_live, or use more ranks"));
+                          without_stack(error.what()), ". Reduce InitOptions::max_live, or use more ranks"));
   }
 }
 
@@ -367,7 +368,7 @@ void Init::Parameters::guarded(const Action& action) {
   try {
     action();
   } catch (const std::exception& error) {
-    if (!found_.failed()) log::error("zero::Init: parameters are not sliced any more: ", error.what());
+    if (!found_.failed()) log::error("zero::Init: parameters are not sliced any more: ", without_stack(error.what()));
     if (!failure_) failure_ = std::current_exception();
     found_.fail();
   }

@@ -13,6 +13,7 @@ std::string state_path(const std::string& state, const std::string& name) {
 }
 std::string ema_path(const std::string& name) { return cat("ema/", name); }
 std::string rank_path(int rank, const std::string& name) { return cat("ranks/", rank, "/", name); }
+std::string rank_state_path(int rank, const std::string& name) { return rank_path(rank, cat("state/", name)); }
 
 std::string name_in(const std::string& folder, const std::string& path) {
   return path.starts_with(folder) ? path.substr(folder.size()) : std::string();

@@ -80,6 +80,7 @@ json to_json(const TrainingState& state) {
   if (state.tensor_ranks > 1) result["tensor_ranks"] = state.tensor_ranks;
   if (!state.run.empty()) result["run"] = state.run;
   if (!state.keep_last_tag.empty()) result["keep_last_tag"] = state.keep_last_tag;
+  if (state.empty_modules) result["empty_modules"] = *state.empty_modules;
   if (state.optimizer) {
     json groups = json::array();
     for (const optimizers::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
@@ -122,6 +123,9 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     state.precision = value.at("precision").get<std::string>();
     state.run = value.value("run", std::string());
     state.keep_last_tag = value.value("keep_last_tag", std::string());
+    if (value.contains("empty_modules")) {
+      state.empty_modules = value["empty_modules"].get<std::vector<std::string>>();
+    }
     state.config = value.at("config");
     state.client_state = value.at("client_state");
     if (value.contains("optimizer")) state.optimizer = optimizer_from(value["optimizer"]);

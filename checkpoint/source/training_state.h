@@ -52,6 +52,9 @@ struct TrainingState {
   // The tag under which keep_last counts it, and may remove it; empty: it was saved without keep_last. A copy of the
   // folder under another name is not counted.
   std::string keep_last_tag;
+  // The modules of the model that have no tensors in them (activations, dropout), by name, which LibTorch wants in a
+  // file of a module; none: the writer did not say.
+  std::optional<std::vector<std::string>> empty_modules;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
   nlohmann::json client_state = nlohmann::json::object();  // the program's own values
 };

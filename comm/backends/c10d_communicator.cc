@@ -204,7 +204,7 @@ void C10dCommunicator::end() noexcept {
     done.get();
     if (in_time) for_each_backend([](c10d::Backend& backend) { backend.shutdown(); });
   } catch (const std::exception& error) {
-    log::warning("the end of a communicator", place_->text, ": ", error.what());
+    log::warning("the end of a communicator", place_->text, ": ", without_stack(error.what()));
   }
 }
 

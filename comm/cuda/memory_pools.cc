@@ -11,6 +11,7 @@
 
 #include "core/device_functions.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds {
 namespace {
@@ -53,7 +54,8 @@ class CudaMemoryPool : public MemoryPool {
       allocator::releasePool(device_, id_);
       allocator::emptyCache(id_);
     } catch (const std::exception& error) {
-      log::warning("memory of GPU ", static_cast<int>(device_), " for buffers could not be given back: ", error.what());
+      log::warning("memory of GPU ", static_cast<int>(device_),
+                   " for buffers could not be given back: ", without_stack(error.what()));
     }
   }
 

@@ -75,6 +75,7 @@ constexpr Row kRows[] = {
     {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState | kOwnWeights},
     {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
     {.call = Call::kSaveWeights, .name = "save_weights()", .needs = kStatesHere | kWholeState},
+    {.call = Call::kSaveFp32Model, .name = "save_fp32_model()", .needs = kWholeState | kOwnWeights},
     {.call = Call::kSaveCheckpoint,
      .name = "save_checkpoint()",
      .needs = kStatesHere | kWholeState | kNoScopes | kOwnWeights},

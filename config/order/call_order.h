@@ -30,6 +30,7 @@ enum class Call {
   kFp32StateDict,
   kSave16BitModel,
   kSaveWeights,
+  kSaveFp32Model,
   kSaveCheckpoint,
   kLoadCheckpoint,
   kLoadWeights,

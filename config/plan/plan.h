@@ -39,6 +39,7 @@ struct PlanFacts {
   bool client_optimizer = false;            // the program's optimizer replaces the config's
   bool client_on_slices = false;            // it works on slices; false: on full parameters
   std::string client_name;                  // its class
+  std::string given_schedule;               // the option of initialize() that gives a schedule: ".lr_scheduler"
   bool trains = true;                       // false: there is no optimizer at all
   int64_t activation_bytes = 0;            // activations of a micro-batch on one rank, as memory_breakdown reports them
   bool accelerator = false;                // the device is not the CPU

@@ -194,6 +194,19 @@ void add_gradient_compression_row(const DsConfig& config, Plan& plan) {
   }
 }
 
+PlanRow schedule_row(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+  const bool in_config = config.scheduler.given();
+  if (!facts.given_schedule.empty()) {
+    const bool of_torch = facts.given_schedule == ".torch_scheduler";
+    return {"lr schedule", of_torch ? "torch's, of the program" : "a function of the program",
+            cat("initialize: ", facts.given_schedule, in_config ? ", in place of the config's" : "")};
+  }
+  if (plan.schedule.empty()) return {"lr schedule", "constant, but for what the program sets", "no scheduler section"};
+  const bool plateau = plan.schedule == "ReduceLROnPlateau";
+  return {"lr schedule", cat(plan.schedule, plateau ? ", by what the program gives lr_scheduler()->step()" : ""),
+          cat("scheduler.type: ", config.scheduler.type)};
+}
+
 void add_optimizer_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const std::string where = plan.topology.dp == 1 ? ""
                             : plan.partition_optimizer
@@ -214,12 +227,7 @@ void add_optimizer_rows(const DsConfig& config, const PlanFacts& facts, Plan& pl
          config.optimizer.given() ? "initialize: .optimizer, in place of the config's" : "no optimizer section"});
   }
   add_compression_row(config, plan);
-  plan.rows.push_back(
-      {"lr schedule",
-       plan.schedule.empty()                  ? "constant, or the program's own"
-       : plan.schedule == "ReduceLROnPlateau" ? cat(plan.schedule, ", by what the program gives lr_scheduler()->step()")
-                                              : plan.schedule,
-       config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
+  plan.rows.push_back(schedule_row(config, facts, plan));
   add_efficiency_rows(config, plan);
 }
 

@@ -332,17 +332,19 @@ void Splitter::warn_of_unmatched() {
       result_.warnings.push_back(cat(kSection, ".injection_policy_tuple: '", injected_[i], "' names no layer"));
     }
   }
-  const bool cut = std::any_of(decisions_.begin(), decisions_.end(),
-                               [](const auto& entry) { return entry.second.style != Style::kWhole; });
-  if (!cut) {
-    result_.warnings.push_back(cat(kSection,
-                                   ": cuts no parameter of the model, every rank computes all of it; name its ",
-                                   "layers in partition_config.layer_specs"));
-  }
   for (const std::string& warning : sizes_.uneven(decisions_, section_.size())) result_.warnings.push_back(warning);
 }
 
 }  // namespace
+
+std::string nothing_is_split(int64_t ranks) {
+  return cat(kSection, ".autotp_size: ", ranks,
+             ": expected layers that are split, found none in the model: each of the ", ranks,
+             " ranks would compute all of it. Name them in ", kSection, ".partition_config.layer_specs, as ",
+             "[{\"patterns\": [\".*\\\\.up\\\\.weight\"], \"partition_type\": \"column\"}, {\"patterns\": ",
+             "[\".*\\\\.down\\\\.weight\"], \"partition_type\": \"row\"}], give rules with InitializeOptions::split, ",
+             "or set autotp_size to 1 (docs/tensor_parallel.md)");
+}
 
 SplitRules split_rules(const config::TensorParallelSection& section, const std::vector<NamedShape>& parameters) {
   return Splitter(section, parameters).run();

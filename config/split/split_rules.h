@@ -11,6 +11,7 @@
 // whole. A bias goes the way of its weight.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,9 @@ struct SplitRules {
   // Warnings about requests of the section without effect, and about cuts that may go through heads.
   std::vector<std::string> warnings;
 };
+
+// The message for a model of which nothing is split over the `ranks` of its tensor axis: what to write in the config.
+std::string nothing_is_split(int64_t ranks);
 
 // `parameters`: of the whole model, tied ones under each of their names; none: no rules. Throws ConfigError with the
 // json path for what makes no sense: patterns that are none, shapes that a weight does not have, styles that are not

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds {
 namespace {
@@ -31,7 +32,7 @@ TransferStream::~TransferStream() {
   try {
     stream_->synchronize();
   } catch (const std::exception& error) {
-    log::warning("offload: copies on ", device_.str(), " did not end well: ", error.what());
+    log::warning("offload: copies on ", device_.str(), " did not end well: ", without_stack(error.what()));
   }
 }
 

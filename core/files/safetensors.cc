@@ -120,6 +120,10 @@ const char* safetensors_name(at::ScalarType dtype) {
   throw UsageError(cat("safetensors: the format does not hold ", dtype));
 }
 
+bool safetensors_holds(at::ScalarType dtype) {
+  return std::any_of(kDtypes.begin(), kDtypes.end(), [&](const DtypeName& known) { return known.dtype == dtype; });
+}
+
 std::optional<at::ScalarType> safetensors_dtype(const std::string& name) {
   for (const DtypeName& entry : kDtypes) {
     if (name == entry.name) return entry.dtype;

@@ -22,6 +22,8 @@ namespace ds {
 // The format's name of a dtype ("BF16") and back. Throws UsageError / returns nothing for one that it lacks.
 const char* safetensors_name(at::ScalarType dtype);
 std::optional<at::ScalarType> safetensors_dtype(const std::string& name);
+// Whether the format has this dtype.
+bool safetensors_holds(at::ScalarType dtype);
 
 // An open file. Nothing is read before a tensor is touched. Safe for concurrent readers.
 class SafetensorsFile {

@@ -135,6 +135,8 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.client_optimizer = options.optimizer != nullptr;
   facts.client_on_slices = model.optimizer.client_states != nullptr;
   if (options.optimizer) facts.client_name = optimizers::client_name(*options.optimizer);
+  if (options.lr_scheduler) facts.given_schedule = ".lr_scheduler";
+  if (options.torch_scheduler) facts.given_schedule = ".torch_scheduler";
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;

@@ -1,4 +1,5 @@
 #include "core/text.h"
+#include "core/without_stack.h"
 #include "dsengine/launch.h"
 
 #include <fcntl.h>
@@ -79,7 +80,7 @@ int number_in(const char* variable) {
   try {
     function(rank);
   } catch (const std::exception& error) {
-    say(fd, error.what());
+    say(fd, without_stack(error.what()));
     code = EXIT_FAILURE;
   }
   std::exit(code);

@@ -37,10 +37,6 @@ SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& co
     for (SplitRule& rule : named.rules) result.rules.push_back(std::move(rule));
     result.warnings = std::move(named.warnings);
   }
-  require<ConfigError>(!result.rules.empty(), "tensor_parallel.autotp_size: ", config.tensor_parallel.size(),
-                       ": expected names of layers that are known, or rules that say what is split; found a model in ",
-                       "which nothing is. Name its layers in tensor_parallel.partition_config, or give rules with ",
-                       "InitializeOptions::split (docs/tensor_parallel.md)");
   return result;
 }
 
@@ -189,6 +185,10 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
                             {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
                             ranks.device, *ranks.world);
   parallel::SplitPlan plan = parallel::plan_module(module, split.rules, ranks.tensor->size());
+  // With sequences that are cut the ranks share the work in any case.
+  const bool shares =
+      sequences || std::any_of(plan.begin(), plan.end(), [](const auto& one) { return one.is_split(); });
+  require<ConfigError>(shares, lazy([&] { return nothing_is_split(config.tensor_parallel.size()); }));
   if (ranks.world->rank() == 0) {
     for (const std::string& warning : split.warnings) log::warning(warning);
   }

@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds::engine {
 
@@ -115,7 +116,7 @@ void LateStep::log_unjudged() noexcept {
     log::warning("step ", record_->step, deps_.warnings.of_engine(), ", the last one: the norm of its gradients is ",
                  norm, "; it was ", skipped ? "skipped" : "applied");
   } catch (const std::exception& error) {
-    log::error("at the end of an engine: ", error.what());
+    log::error("at the end of an engine: ", without_stack(error.what()));
   }
 }
 

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <utility>
 
+#include "checkpoint/block_checksum.h"
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/check_time.h"
@@ -96,15 +97,24 @@ const char* difference(const Numbers& a, const Numbers& b) {
   return nullptr;
 }
 
+// Sums over up to 4096 ranks of numbers of so many bits, and of their squares, are exact.
+constexpr uint64_t kMask = (uint64_t{1} << 16) - 1;
+
+uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
+
+// Four digits of a digest, for a sentence: those of two that differ are the same by chance alone.
+std::string short_text(uint64_t digest) {
+  constexpr size_t kDigits = 4;
+  const std::string text = checkpoint::to_hex(folded(digest));
+  return text.substr(text.size() - kDigits);
+}
+
 std::string described(const Numbers& numbers, int rank) {
   std::string text = cat("rank ", rank, ": step ", numbers[AxisPlace::kStep]);
   if (numbers[AxisPlace::kDelivered] > 0) text += cat(", batch ", numbers[AxisPlace::kDelivered], " of its loader");
   if (numbers[AxisPlace::kHasLoss] != 0) text += cat(", loss ", loss_of(numbers));
-  return text + cat(", digest of its data ", static_cast<uint64_t>(numbers[AxisPlace::kData]) % 1000000);
+  return text + cat(", data ", short_text(static_cast<uint64_t>(numbers[AxisPlace::kData])));
 }
-
-// Sums over up to 4096 ranks of numbers of so many bits, and of their squares, are exact.
-constexpr uint64_t kMask = (uint64_t{1} << 16) - 1;
 
 // The places of the numbers that all ranks of the world add up.
 struct WorldPlace {
@@ -124,8 +134,6 @@ struct WorldPlace {
 };
 
 int64_t places(const StepFacts& facts) { return WorldPlace::kGathers + int64_t{2} * facts.gather_groups; }
-
-uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
 
 void put(double* values, uint64_t number) {
   values[0] = static_cast<double>(number);
@@ -394,14 +402,15 @@ void StepAgreement::explain(const char* what) const {
   std::string own = cat("step ", facts_.step);
   if (facts_.delivered > 0) own += cat(", batch ", facts_.delivered, " of its loader");
   if (facts_.changes != 0) {
-    own += facts_.last_changed.empty() ? ", with frozen parameters"
-                                       : cat(", changed ", facts_.last_changed, " (digest ", facts_.changes, ")");
+    own += facts_.last_changed.empty()
+               ? ", with frozen parameters"
+               : cat(", changed ", facts_.last_changed, " (values ", short_text(facts_.changes), ")");
   } else {
     own += ", no parameter changed";
   }
   own += facts_.gradient_changes == 0 ? ", gradients as reduced"
-                                      : cat(", changed gradients (digest ", facts_.gradient_changes, ")");
-  if (facts_.gathers != 0) own += cat(", gathered parameters (digest ", facts_.gathers, ")");
+                                      : cat(", changed gradients (values ", short_text(facts_.gradient_changes), ")");
+  if (facts_.gathers != 0) own += cat(", gathered parameters (order ", short_text(facts_.gathers), ")");
   const std::vector<std::string> words = comm::texts_of_ranks(own, device_, ranks_, "what ranks say of a step");
   std::string list;
   for (size_t rank = 0; rank < words.size(); ++rank) {

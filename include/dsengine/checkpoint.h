@@ -55,6 +55,9 @@ struct SaveOptions {
   // and removed with a line in the log, are those that this run, or the run that it goes on from, has saved with
   // keep_last. By default checkpoint.keep_last of the config, but 0 without save_latest.
   std::optional<int64_t> keep_last;
+  // Tensors that each rank has for itself, by name: hidden states, a queue, a solver's field. On any device; other
+  // ranks may have other names and shapes. They are copied before the call returns; load_checkpoint() gives them back.
+  std::map<std::string, at::Tensor> rank_state = {};
 };
 
 // Options of load_checkpoint(load_dir, tag, options), which works like this:
@@ -71,6 +74,9 @@ struct LoadOptions {
   bool load_optimizer_states = true;     // false: they keep their values
   bool load_lr_scheduler_states = true;  // false: the schedule stays where it is
   bool load_module_only = false;         // loads weights and buffers alone; a moving average begins with the weights
+  // Gives each rank the SaveOptions::rank_state of its number. UsageError where the checkpoint has any and was saved
+  // by another number of ranks, of pipeline stages or of tensor ranks. false: none is given.
+  bool load_rank_state = true;
 };
 
 // The result of load_checkpoint(); false where there was nothing to load.
@@ -78,6 +84,7 @@ struct LoadedCheckpoint {
   std::string path;                                        // the tag's folder; empty: there was none
   std::string tag;                                         // the folder's name
   nlohmann::json client_state = nlohmann::json::object();  // the object that was given to the save
+  std::map<std::string, at::Tensor> rank_state = {};       // what this rank gave to the save, on the host
   explicit operator bool() const { return !path.empty(); }
 };
 
@@ -132,6 +139,7 @@ std::string buffer_path(const std::string& name);                           // "
 std::string state_path(const std::string& state, const std::string& name);  // "optimizer/exp_avg/h.0.ln_1.weight"
 std::string ema_path(const std::string& name);  // "ema/h.0.ln_1.weight": the moving average of a trained weight
 std::string rank_path(int rank, const std::string& name);  // "ranks/3/rng.cpu": data of one rank
+std::string rank_state_path(int rank, const std::string& name);  // "ranks/3/state/queue": SaveOptions::rank_state
 // Returns the name behind the given folder of paths, or an empty one: name_in("weights/", "weights/h.0.b") == "h.0.b".
 std::string name_in(const std::string& folder, const std::string& path);
 

@@ -164,7 +164,9 @@ std::shared_ptr<torch::nn::Module> pointer_to(const Model& model) {
 }  // namespace loops
 
 // Model: a module's holder (Net), or a shared_ptr of a module. Shares the module; it must stay as it is, but for
-// values: no parameters added or replaced, no other dtype or device. One wrapper or engine for a module at a time.
+// values: no parameters added or replaced, no other dtype or device. One wrapper or engine for a module at a time. It
+// is neither copied nor moved. A class that makes it later has a member std::optional<DistributedDataParallel<Net>>,
+// and calls ddp.emplace(net) or ddp.emplace(net, DistributedDataParallelOptions{...}).
 template <class Model>
 class DistributedDataParallel {
  public:

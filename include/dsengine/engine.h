@@ -223,18 +223,16 @@ class Engine {
                                                              std::optional<int> modifier_rank = std::nullopt);
   // Returns full parameters and buffers by name, on the host, in the model's dtype. Collective.
   StateDict module_state_dict();
-  // Lets rank 0 write full parameters (under all their names) and buffers in the model's dtype to folder/filename, a
+  // Lets rank 0 write full parameters (under all names) and buffers in the model's dtype to folder/filename, a
   // safetensors file, one parameter at a time; makes a missing folder. Returns the path. Collective; when the file
   // cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file stays. At stage 3
-  // throws UsageError unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as DeepSpeed. `from`:
-  // values in place of all parameters and any buffers, such as averaged weights, on rank 0 at least. UsageError for a
-  // missing or unknown name or another shape.
+  // throws UsageError unless stage3_gather_16bit_weights_on_model_save is true. `from`: values in place of all
+  // parameters and any buffers, as averaged weights, of rank 0; UsageError for a missing or unknown name or shape.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);
-  // Lets rank 0 write chosen parameters in full, by default the trained ones (adapters), to a safetensors file that
-  // load_weights() and .weights take; no others are gathered. Returns the path. Collective; fails as
-  // save_16bit_model().
+  // Lets rank 0 write chosen parameters, by default the trained ones (adapters), to a safetensors file for load_weights()
+  // and .weights; no others are gathered. Returns the path. Collective; fails as save_16bit_model().
   std::string save_weights(const std::string& path, const SaveWeightsOptions& options = {});
   // Loads what a file, or any path of checkpoint::open(), has of the parameters and buffers; all others and the states
   // of the optimizer stay. Every rank reads its parts. `strict`: a tensor that the model lacks is a UsageError, before
@@ -242,14 +240,16 @@ class Engine {
   WeightsReport load_weights(const std::string& path, bool strict = true);
   // What .weights and the model did not have in common, over all stages of a pipeline.
   const WeightsReport& start_weights() const;
+  // Lets rank 0 write fp32_state_dict(), under all names, and buffers (16 bits as float32) to a file for LibTorch's
+  // torch::load(model, path). Returns the path. Collective; fails as save_16bit_model().
+  std::string save_fp32_model(const std::string& folder, const std::string& filename = "model.pt");
   // Returns full float32 weights by name, on the host: the masters of trained parameters (a tied weight once, under its
   // first name), and frozen parameters. Collective.
   StateDict fp32_state_dict();
 
   // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
-  // Saves a checkpoint and returns the path of the tag's folder; empty with checkpoint.writer.type "MOCK", which writes
-  // nothing. Inside an accumulation it saves the state before it, without gradients, and warns: a run that loads begins
-  // the accumulation anew. Collective.
+  // Saves a checkpoint and returns the path of the tag's folder; empty with checkpoint.writer.type "MOCK". Inside an
+  // accumulation it saves the state before it, without gradients, and warns: a load begins it anew. Collective.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.

@@ -140,6 +140,9 @@ class Attempt {
                               .all_weights = consistency_.is_mixture(),
                               .over = over_,
                               .hints = request_.hints});
+      if (request_.options.load_rank_state && !request_.options.load_module_only) {
+        rank_state_ = read_rank_state(model_, *source_, fit_->same_ranks());
+      }
     });
     if (outcome != Outcome::kGood) return outcome;
     consistency_.load_begins(options.with_states);
@@ -186,6 +189,7 @@ class Attempt {
   const std::exception_ptr& failure() const { return failure_; }
   const WeightsReport& report() const { return fit_->report(); }
   const nlohmann::json& client_state() const { return source_->state().client_state; }
+  RankState& rank_state() { return rank_state_; }
 
  private:
   const ModelState& model_;
@@ -195,6 +199,7 @@ class Attempt {
   std::unique_ptr<Source> source_;
   std::optional<CheckpointFit> fit_;
   std::optional<StateReader> reader_;
+  RankState rank_state_;
   std::exception_ptr failure_;
 };
 
@@ -232,7 +237,10 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, M
     const Outcome outcome = attempt.read(path);
     if (outcome == Outcome::kGood) {
       attempt.finish(&run);
-      return {.path = path, .tag = tags[i], .client_state = attempt.client_state()};
+      return {.path = path,
+              .tag = tags[i],
+              .client_state = attempt.client_state(),
+              .rank_state = std::move(attempt.rank_state())};
     }
     if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(attempt.failure(), path);
     if (first) {

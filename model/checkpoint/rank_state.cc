@@ -20,7 +20,9 @@
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/files/safetensors.h"
 #include "core/log.h"
+#include "core/tensor_check.h"
 #include "core/text.h"
 #include "dsengine/optimizer.h"
 
@@ -126,6 +128,18 @@ NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) 
     result.emplace_back(checkpoint::rank_path(rank, cat(folder, name)), values.view({-1}));
   }
   return result;
+}
+
+// Whether a path of a checkpoint is that of a tensor in SaveOptions::rank_state of any rank.
+bool is_rank_state(const std::string& path) {
+  const std::string of_rank = checkpoint::name_in("ranks/", path);
+  return of_rank.find("/state/") != std::string::npos && of_rank.find("/state/") == of_rank.find('/');
+}
+
+std::string layout_text(int ranks, int stages, int tensor_ranks) {
+  return cat(ranks, ranks == 1 ? " rank (" : " ranks (", stages,
+             stages == 1 ? " pipeline stage, " : " pipeline stages, ", tensor_ranks,
+             tensor_ranks == 1 ? " tensor rank)" : " tensor ranks)");
 }
 
 std::string fp8_path(const std::string& layer) { return checkpoint::rank_path(0, cat("fp8.", layer)); }
@@ -283,6 +297,39 @@ NamedTensors rank_tensors(const ModelState& model, const HostFolders& folders) {
     tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*model.optimizer.client));
   }
   return tensors;
+}
+
+NamedTensors rank_state_tensors(const ModelState& model, const RankState& given, bool copies) {
+  NamedTensors tensors;
+  for (const auto& [name, values] : given) {
+    const bool has_memory = values.defined() && values.layout() == at::kStrided && !values.is_meta();
+    require(!name.empty() && has_memory && safetensors_holds(values.scalar_type()), "save_checkpoint: rank_state: \"",
+            name, "\" of rank ", model.ranks.world->rank(),
+            ": expected a name and a dense tensor with memory, of a floating-point, integer or bool type, found ",
+            describe(values));
+    at::Tensor host = values.detach().resolve_neg().to(at::kCPU).contiguous();
+    if (copies && host.is_alias_of(values)) host = host.clone();
+    tensors.emplace_back(checkpoint::rank_state_path(model.ranks.world->rank(), name), std::move(host));
+  }
+  return tensors;
+}
+
+RankState read_rank_state(const ModelState& model, checkpoint::Source& source, bool same_ranks) {
+  const std::string own = checkpoint::rank_state_path(model.ranks.world->rank(), "");
+  RankState state;
+  for (const auto& [path, tensor] : source.tensors()) {
+    if (!is_rank_state(path)) continue;
+    const checkpoint::TrainingState& saved = source.state();
+    require(same_ranks, source.location(), ": load_checkpoint: rank_state was saved by ",
+            layout_text(saved.world_size, saved.pipeline_stages, saved.tensor_ranks), ", expected as many as here: ",
+            layout_text(model.ranks.world->size(), model.pipeline_ranks(), model.ranks.tensor_ranks()),
+            ", for only the program knows which rank goes on with which tensors. Pass load_rank_state = false, which ",
+            "gives none, and read them by checkpoint::open(\"", source.location(),
+            "\")->tensor(checkpoint::rank_state_path(rank, name))");
+    const std::string name = checkpoint::name_in(own, path);
+    if (!name.empty()) state.emplace(name, source.tensor(path));
+  }
+  return state;
 }
 
 std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ranks, const std::string& name) {

@@ -1,10 +1,11 @@
 // The state that a checkpoint keeps of one rank alone: random generators, buffers that differ from rank 0's, a client
-// optimizer.
+// optimizer, tensors that the program gives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,15 @@ NamedTensors generator_states(const ModelState& model);
 // Copies to the host what else is this rank's own beside its part of the model state: a client optimizer, which the
 // first rank of each folder writes.
 NamedTensors rank_tensors(const ModelState& model, const HostFolders& folders);
+
+// Tensors that the program has for this rank alone, by name: SaveOptions::rank_state.
+using RankState = std::map<std::string, at::Tensor>;
+// Returns them on the host, by path. `copies`: none shares memory with what is given. Throws UsageError, naming the
+// tensor, for one that a checkpoint cannot hold.
+NamedTensors rank_state_tensors(const ModelState& model, const RankState& given, bool copies);
+// Reads what was saved for the rank of this number. `same_ranks`: the checkpoint was written by as many ranks, stages
+// and ranks of a tensor axis; throws UsageError where it has any tensors and was not.
+RankState read_rank_state(const ModelState& model, checkpoint::Source& source, bool same_ranks);
 
 // Copies of the module's buffers on the host, under the model's names, with checksums as bit patterns.
 struct BufferCopies {

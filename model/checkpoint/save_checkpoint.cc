@@ -5,15 +5,19 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <set>
+#include <sstream>
 #include <utility>
 
 #include "checkpoint/index.h"
+#include "checkpoint/module_file.h"
 #include "checkpoint/save_job.h"
 #include "checkpoint/tag_folder.h"
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/json/parse_json.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
@@ -71,10 +75,13 @@ class Saving {
         folders_(run.config.checkpoint.use_node_local_storage ? host_folders(model.ranks) : one_folder(model.ranks)),
         job_(make_job(request)) {}
 
-  void take_what_is_own() {
+  // `later`: the program may change what it gives before that is written.
+  void take_what_is_own(bool later) {
     BufferCopies buffers;
     together("copy what is its own", [&] {
       saved_->own = rank_tensors(model_, folders_);
+      const NamedTensors given = rank_state_tensors(model_, options_.rank_state, /*copies=*/later);
+      saved_->own.insert(saved_->own.end(), given.begin(), given.end());
       const NamedTensors generators = run_.start ? run_.start->generators : generator_states(model_);
       saved_->own.insert(saved_->own.end(), generators.begin(), generators.end());
       buffers = copy_buffers(model_);
@@ -90,6 +97,7 @@ class Saving {
 
   void begin() {
     training_ = training_state(model_, run_, options_.client_state);
+    training_.empty_modules = empty_modules();
     together("begin it", [&] {
       if (!folders_.leads()) return;
       note_run();
@@ -140,6 +148,21 @@ class Saving {
                                                             .durable = run_.config.checkpoint.durable,
                                                             .of_one_host = folders_.apart(),
                                                             .mock = writes_nothing(run_.config)});
+  }
+
+  // Returns the modules without tensors of all stages.
+  std::vector<std::string> empty_modules() const {
+    std::vector<std::string> own = checkpoint::modules_without_tensors(*model_.module);
+    if (!model_.pipeline) return own;
+    std::string text;
+    for (const std::string& name : own) text += name + '\n';
+    std::set<std::string> all;
+    for (const std::string& of_stage : comm::texts_of_ranks(text, model_.ranks.device, *model_.pipeline->ranks,
+                                                            "modules without tensors of the stages")) {
+      auto lines = classic_stream<std::istringstream>(of_stage);
+      for (std::string line; std::getline(lines, line);) all.insert(line);
+    }
+    return {all.begin(), all.end()};
   }
 
   // Marks the checkpoint as one of its run, and of those that keep_last counts.
@@ -225,7 +248,7 @@ std::string save_checkpoint(const ModelState& model, const RunState& run, Saves&
   const bool by_default = run.config.checkpoint.writer && run.config.checkpoint.writer->decoupled;
   const bool later = request.options.asynchronous.value_or(by_default);
   if (later) saving.require_one_folder();
-  saving.take_what_is_own();
+  saving.take_what_is_own(later);
   saving.begin();
   if (later) {
     saving.write_later(saves);

@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "core/numbers/block_codec.h"
 #include "core/round_up.h"
+#include "core/without_stack.h"
 #include "model/agreement/host_room.h"
 #include "offload/file_slices.h"
 #include "offload/pinned_arena.h"
@@ -418,7 +419,7 @@ void OffloadedState::abandon_update() noexcept {
     log::warning("the parameters of the model lack the last update, which was delayed; call ",
                  "engine->synchronize_parameters() before the engine ends");
   } catch (const std::exception& error) {
-    log::warning("the last delayed update failed: ", error.what());
+    log::warning("the last delayed update failed: ", without_stack(error.what()));
   }
   running_.reset();
 }

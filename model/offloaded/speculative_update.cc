@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds::engine {
 
@@ -126,7 +127,7 @@ bool SpeculativeUpdate::accept(const std::function<void(size_t bucket, const at:
     try {
       if (failure) std::rethrow_exception(failure);
     } catch (const std::exception& error) {
-      log::warning("a speculative update (super_offload) failed and is done again: ", error.what());
+      log::warning("a speculative update (super_offload) failed and is done again: ", without_stack(error.what()));
     }
     return false;
   }

@@ -24,6 +24,7 @@
 #include "core/split/tensor_part.h"
 #include "core/split/whole_in_place.h"
 #include "core/tensor_check.h"
+#include "core/without_stack.h"
 #include "model/stages/tied_weights.h"
 #include "model/state/model_state.h"
 #include "model/state/tensor_parts.h"
@@ -150,7 +151,7 @@ void SplitScope::hide() noexcept {
     try {
       split_again(all_[shown_ - 1].parameter, all_[shown_ - 1].split);
     } catch (const std::exception& error) {
-      log::error("gathered parameters: ", all_[shown_ - 1].name, ": ", error.what());
+      log::error("gathered parameters: ", all_[shown_ - 1].name, ": ", without_stack(error.what()));
     }
   }
 }

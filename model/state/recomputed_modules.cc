@@ -7,6 +7,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/name_pattern.h"
+#include "core/without_stack.h"
 #include "dsengine/module_checkpointing.h"
 #include "recompute/modules/choose_modules.h"
 
@@ -56,7 +57,7 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
   try {
     if (here > 0) choose(model, section);
   } catch (const UsageError& error) {
-    failure = std::make_exception_ptr(ConfigError(cat(kKey, ": ", error.what())));
+    failure = std::make_exception_ptr(ConfigError(cat(kKey, ": ", without_stack(error.what()))));
   }
   if (!model.plan.pipeline) {
     if (failure) std::rethrow_exception(failure);

@@ -257,9 +257,9 @@ void StartFiles::open(const torch::nn::Module& module, const Ranks& ranks) {
       failure = std::current_exception();
     }
   }
-  const int failed = comm::failed_rank(failure, ranks.device, *ranks.world);
-  require<IoError>(failed < 0, options_.call, ": .weights: rank ", failed, " could not use ", options_.weights,
-                   ", its message says why");
+  const auto failed = comm::failure_of_ranks(failure, ranks.device, *ranks.world);
+  require<IoError>(!failed, options_.call, ": .weights: rank ", failed ? failed->rank : 0, " could not use ",
+                   options_.weights, ": ", failed ? failed->message : "");
   share(own, ranks);
   if (ranks.world->rank() == 0) log_report();
 }

@@ -1,10 +1,12 @@
 // ds-tool checkpoint inspect|verify|diff|convert.
 #include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/torch.h>
 
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/export.h"
@@ -266,6 +268,58 @@ TEST_F(CheckpointToolTest, ConvertWritesDsenginesFormatForAnyNumberOfRanks) {
   EXPECT_EQ(run_tool({"verify", folder_ / "again"}).code, 0);
   EXPECT_EQ(run_tool({"diff", tag, out}).code, 0);
   EXPECT_EQ(run_tool({"convert", tag, out, "--format", "dsengine", "--dtype", "bf16"}).code, 2);
+}
+
+// The model of fill(), as a program without dsengine has it.
+struct PlainNetImpl : torch::nn::Module {
+  PlainNetImpl() {
+    for (const char* name : {"wte", "head"}) register_module(name, with_weight(torch::zeros({6, 4})));
+    register_module("ln", with_weight(torch::zeros({4})));
+    register_module("act", torch::nn::GELU());
+    register_buffer("mean", torch::zeros({4}));
+  }
+  static std::shared_ptr<torch::nn::Module> with_weight(const at::Tensor& values) {
+    auto module = std::make_shared<torch::nn::Module>();
+    module->register_parameter("weight", values);
+    return module;
+  }
+};
+TORCH_MODULE(PlainNet);
+
+TEST_F(CheckpointToolTest, ConvertWritesAFileThatTorchLoads) {
+  source_.add("weights/ln.weight", source_.tensor("weights/ln.weight").to(torch::kBFloat16), /*frozen=*/true);
+  const auto expect_loaded = [&](const std::string& file) {
+    PlainNet plain;
+    torch::load(plain, file);
+    const auto weights = plain->named_parameters();
+    EXPECT_TRUE(torch::equal(weights["wte.weight"], source_.tensor("weights/wte.weight")));
+    EXPECT_TRUE(torch::equal(weights["head.weight"], source_.tensor("weights/wte.weight")));
+    EXPECT_EQ(weights["ln.weight"].scalar_type(), torch::kFloat);
+    EXPECT_TRUE(torch::equal(weights["ln.weight"], source_.tensor("weights/ln.weight").to(torch::kFloat)));
+    EXPECT_TRUE(torch::equal(plain->named_buffers()["mean"], source_.tensor("buffers/mean")));
+  };
+  const std::string file = folder_ / "model.pt";
+  Outcome outcome = run_tool({"convert", write_tag("unnamed"), file, "--format", "torch", "--empty_modules", "act"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("4 tensors"), HasSubstr("torch::load(model"), Not(HasSubstr("name them"))));
+  expect_loaded(file);
+
+  source_.mutable_state().empty_modules = {{"act"}};
+  outcome = run_tool({"convert", write_tag("named"), file, "--format", "torch"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  expect_loaded(file);
+  outcome = run_tool({"convert", folder_ / "run/unnamed", folder_ / "lacks.pt", "--format", "torch"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("name them by --empty_modules"));
+
+  for (const auto& [name, to] : {std::pair("--rename", "^mean$=wte.weight"), std::pair("--rename", "^mean$=wte"),
+                                 std::pair("--rename", "^mean$=a..b"), std::pair("--rename", "^mean$=a.")}) {
+    outcome = run_tool({"convert", folder_ / "run/named", folder_ / "wrong.pt", "--format", "torch", name, to});
+    EXPECT_EQ(outcome.code, 2) << to;
+    EXPECT_FALSE(std::filesystem::exists(folder_ / "wrong.pt")) << to;
+  }
+  EXPECT_THAT(run_tool({"convert", folder_ / "run/named", folder_ / "out", "--empty_modules", "act"}).err,
+              HasSubstr("--empty_modules is for --format torch"));
 }
 
 TEST_F(CheckpointToolTest, ConvertWritesDeepSpeedsUniversalLayout) {

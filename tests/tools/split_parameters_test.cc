@@ -89,6 +89,16 @@ TEST(SplitParameters, WithoutNamesAllIsTakenForSplit) {
                                  HasSubstr("--split_parameters")));
 }
 
+TEST(SplitParameters, AModelOfWhichNothingIsSplitIsToldWhatToWrite) {
+  const ScratchFile config(kTwo);
+  for (const char* text : {R"({"gate.weight": [64, 32]})", R"({"scores.weight": [64, 32]})"}) {
+    const ScratchFile shapes(text, "_shapes");
+    const Outcome outcome = checked({.config = config.path(), .world_size = 2, .split_parameters = shapes.path()});
+    EXPECT_THAT(outcome.out, AllOf(HasSubstr("each of the 2 ranks would compute all of it"),
+                                   HasSubstr("tensor_parallel.partition_config.layer_specs")));
+  }
+}
+
 TEST(SplitParameters, OneRankCutsNothing) {
   const ScratchFile config(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}})");
   const ScratchFile shapes(kGpt, "_shapes");

@@ -40,14 +40,18 @@ void add_convert(CLI::App& app, Arguments& arguments) {
   ConvertOptions& options = arguments.convert;
   CLI::App* convert = add_command(
       app, "convert", "Writes a checkpoint in another format. An older export in OUT is replaced.", arguments);
-  convert->add_option("output", options.output, "The folder to write")->required()->type_name("OUT");
+  convert->add_option("output", options.output, "The folder to write; with --format torch the file")
+      ->required()
+      ->type_name("OUT");
   convert
-      ->add_option(
-          "--format", options.format,
-          "huggingface: weights as model.safetensors; dsengine: a checkpoint to train on with; universal: one that "
-          "DeepSpeed trains on with")
-      ->check(CLI::IsMember({"huggingface", "dsengine", "universal"}));
-  convert->add_option("--dtype", options.dtype, "Of floating-point tensors")
+      ->add_option("--format", options.format,
+                   "huggingface: weights as model.safetensors; torch: weights as a file for torch::load(model, path) "
+                   "of LibTorch; "
+                   "dsengine: a checkpoint to train on with; universal: one that DeepSpeed trains on with")
+      ->check(CLI::IsMember({"huggingface", "torch", "dsengine", "universal"}));
+  convert
+      ->add_option("--dtype", options.dtype,
+                   "Of floating-point tensors; with --format torch, keep writes those of 16 bits as float32")
       ->check(CLI::IsMember({"keep", "fp32", "bf16", "fp16"}));
   convert->add_option("--max_shard_size", options.max_shard_size, "Data of one file: 500MB, 5GB, 4GiB");
   convert
@@ -60,6 +64,12 @@ void add_convert(CLI::App& app, Arguments& arguments) {
   convert->add_flag("--exclude_frozen", options.exclude_frozen, "Leave out weights that were not trained");
   convert->add_flag("--exclude_buffers", options.exclude_buffers, "Leave out buffers");
   convert->add_flag("--keep_aliases", options.keep_aliases, "Write tied parameters under each of their names");
+  convert
+      ->add_option("--empty_modules", options.empty_modules,
+                   "With --format torch: names of modules without tensors (activations, dropout), separated by commas, "
+                   "which LibTorch looks for; checkpoints of dsengine name them")
+      ->delimiter(',')
+      ->allow_extra_args(false);
   convert->add_option("--ranks,--world_size", options.ranks, "Ranks that --format dsengine is split for")
       ->transform(whole_number(1, kMostRanks));
 }

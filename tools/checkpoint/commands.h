@@ -39,11 +39,11 @@ struct DiffOptions {
 bool diff(Source& a, Source& b, const DiffOptions& options, std::ostream& out);
 
 struct ConvertOptions {
-  std::string output;  // a folder
-  // "huggingface": weights alone; "dsengine": with optimizer and counters, as far as the source has them; "universal":
-  // DeepSpeed's layout of that name.
+  std::string output;  // a folder; a file with "torch"
+  // "huggingface": weights alone; "torch": weights as a file for torch::load(model, path) of LibTorch; "dsengine": with
+  // optimizer and counters, as far as the source has them; "universal": DeepSpeed's layout of that name.
   std::string format = "huggingface";
-  std::string dtype = "keep";  // keep, fp32, bf16, fp16
+  std::string dtype = "keep";  // keep, fp32, bf16, fp16; with "torch", keep writes 16-bit tensors as float32
   std::string max_shard_size = "5GB";
   std::vector<std::string> rename;  // OLD=NEW: std::regex (ECMAScript) and its replacement, applied in order
   std::string rename_map;           // a JSON file {"old": "new"}, whole names; "" as new name: left out
@@ -51,7 +51,9 @@ struct ConvertOptions {
   bool exclude_frozen = false;
   bool exclude_buffers = false;
   bool keep_aliases = false;  // tied parameters under each of their names
-  int ranks = 1;              // dsengine's format: number of ranks it is split for
+  // "torch": names of the modules without tensors, for a source that does not say them.
+  std::vector<std::string> empty_modules;
+  int ranks = 1;  // dsengine's format: number of ranks it is split for
 };
 
 // Writes the weights of any checkpoint as files that other programs load, and prints what was written. Throws

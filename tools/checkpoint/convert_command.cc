@@ -48,15 +48,31 @@ std::pair<std::regex, std::string> pattern_of(const std::string& text) {
   }
 }
 
+ExportOptions export_options(const ConvertOptions& options) {
+  return {.dtype = dtype_named(options.dtype),
+          .max_shard_bytes = parsed_bytes(options.max_shard_size),
+          .rename = renaming(options.rename, options.rename_map),
+          .ema = options.ema,
+          .exclude_frozen = options.exclude_frozen,
+          .buffers = !options.exclude_buffers,
+          .keep_aliases = options.keep_aliases};
+}
+
+void convert_to_module(Source& source, const ConvertOptions& options, std::ostream& out) {
+  ExportOptions written_as = export_options(options);
+  written_as.widen = true;
+  std::vector<std::string> modules = source.state().empty_modules.value_or(std::vector<std::string>());
+  modules.insert(modules.end(), options.empty_modules.begin(), options.empty_modules.end());
+  const ExportedFiles written = export_module(source, options.output, written_as, modules);
+  out << options.output << ": " << written.tensors << " tensors, " << shown_bytes(written.bytes)
+      << "; load it with torch::load(model, \"" << options.output << "\")\n";
+  if (source.state().empty_modules || !options.empty_modules.empty()) return;
+  out << source.location() << " does not name modules without tensors (activations, dropout), which torch::load() "
+      << "wants: where it says \"No such serialized submodule\", name them by --empty_modules\n";
+}
+
 void convert_to_weights(Source& source, const ConvertOptions& options, std::ostream& out) {
-  const ExportedFiles written = export_weights(source, options.output,
-                                               {.dtype = dtype_named(options.dtype),
-                                                .max_shard_bytes = parsed_bytes(options.max_shard_size),
-                                                .rename = renaming(options.rename, options.rename_map),
-                                                .ema = options.ema,
-                                                .exclude_frozen = options.exclude_frozen,
-                                                .buffers = !options.exclude_buffers,
-                                                .keep_aliases = options.keep_aliases});
+  const ExportedFiles written = export_weights(source, options.output, export_options(options));
   out << options.output << ": " << written.tensors << " tensors, " << shown_bytes(written.bytes) << ", in\n";
   for (const std::string& file : written.files) out << "  " << file << '\n';
 }
@@ -77,13 +93,16 @@ std::function<std::string(const std::string&)> renaming(const std::vector<std::s
 }
 
 void convert(Source& source, const ConvertOptions& options, std::ostream& out) {
+  require<ConfigError>(options.empty_modules.empty() || options.format == "torch",
+                       "--empty_modules is for --format torch, ", "found --format ", options.format);
   if (options.format == "huggingface") return convert_to_weights(source, options, out);
+  if (options.format == "torch") return convert_to_module(source, options, out);
   const bool changes = options.dtype != "keep" || !options.rename.empty() || !options.rename_map.empty() ||
                        options.exclude_frozen || options.exclude_buffers || options.keep_aliases || options.ema;
   require<ConfigError>(
       !changes, "--format ", options.format, " keeps everything as it is; ",
       "--dtype, --rename, --rename_map, --ema, --exclude_frozen, --exclude_buffers and --keep_aliases are for "
-      "--format huggingface");
+      "--format huggingface and torch");
   const std::filesystem::path given(options.output);  // "a/b/" names b too
   const std::string folder = (given.has_filename() ? given : given.parent_path()).string();
   if (options.format == "universal") {
@@ -93,8 +112,8 @@ void convert(Source& source, const ConvertOptions& options, std::ostream& out) {
     if (source.state().loss_scaler) out << "DeepSpeed does not read a loss scale from it: that starts anew\n";
     return;
   }
-  require<ConfigError>(options.format == "dsengine", "--format: expected huggingface, dsengine or universal, found \"",
-                       options.format, "\"");
+  require<ConfigError>(options.format == "dsengine",
+                       "--format: expected huggingface, torch, dsengine or universal, found \"", options.format, "\"");
   rewrite(source, folder, options.ranks);
   out << folder << ": a checkpoint of " << options.ranks << (options.ranks == 1 ? " rank\n" : " ranks\n");
 }

@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "core/making_process.h"
 #include "core/op_interceptor.h"
+#include "core/without_stack.h"
 #include "zero/gather/gathered_scope.h"
 #include "zero/gather/in_place_changes.h"
 
@@ -90,7 +91,7 @@ GatheredParameters::Opened::~Opened() {
       close();
     }
   } catch (const std::exception& error) {
-    log::error("gathered parameters: ", error.what());
+    log::error("gathered parameters: ", without_stack(error.what()));
   }
 }
 

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/replay/memory_writes.h"
+#include "core/without_stack.h"
 
 namespace ds::zero {
 
@@ -70,8 +71,8 @@ bool LiveBuckets::allocate(const Entry& entry) {
   } catch (const std::exception& error) {
     const std::string text =
         cat("no memory for ", entry.label, ", ", entry.elements(), " elements, with ", counts_.live,
-            " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_,
-            ") or the batch");
+            " elements gathered: ", without_stack(error.what()),
+            ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_, ") or the batch");
     log::error(text);  // now: the operator that fails for it may end the program
     entry.bucket->storage().hide(text);
     errors_.keep_no_memory(text);

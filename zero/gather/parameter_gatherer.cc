@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
+#include "core/without_stack.h"
 #include "zero/gather/gather_errors.h"
 
 namespace ds::zero {
@@ -67,7 +68,7 @@ ParameterGatherer::~ParameterGatherer() {
   try {
     wait_all();
   } catch (const std::exception& error) {
-    log::warning("gathering parameters failed: ", error.what());
+    log::warning("gathering parameters failed: ", without_stack(error.what()));
   }
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const LiveBuckets::Entry& entry = buckets_[b];

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds::zero {
 
@@ -24,7 +25,7 @@ ParameterPublisher::~ParameterPublisher() {
   try {
     wait_all();
   } catch (const std::exception& error) {
-    log::warning("parameters are incomplete: ", error.what());
+    log::warning("parameters are incomplete: ", without_stack(error.what()));
   }
 }
 

@@ -42,6 +42,21 @@ TEST(Plan, SaysHowGradientsAreAveraged) {
   EXPECT_THAT(sum, AllOf(HasSubstr("gradient_predivide_factor"), HasSubstr("sum divides by nothing")));
 }
 
+TEST(Plan, SaysWhichScheduleSetsTheRates) {
+  const auto table = [](const std::string& given, bool in_config) {
+    ordered_json config = {{"train_micro_batch_size_per_gpu", 2}, {"optimizer", {{"type", "Adam"}}}};
+    if (in_config) config["scheduler"] = {{"type", "WarmupLR"}};
+    return to_table(
+        make_plan(config::parse(config, {.dp_world_size = 2}), {.world_size = 2, .dp = 2}, {.given_schedule = given}));
+  };
+  EXPECT_THAT(table("", false), HasSubstr("constant"));
+  EXPECT_THAT(table("", true), HasSubstr("scheduler.type: WarmupLR"));
+  EXPECT_THAT(table(".lr_scheduler", false), AllOf(HasSubstr("a function of the program"),
+                                                   HasSubstr("initialize: .lr_scheduler"), Not(HasSubstr("constant"))));
+  EXPECT_THAT(table(".lr_scheduler", true), HasSubstr("in place of the config's"));
+  EXPECT_THAT(table(".torch_scheduler", false), AllOf(HasSubstr("torch's"), HasSubstr("initialize: .torch_scheduler")));
+}
+
 // Sums of every layer go along it.
 TEST(Plan, SaysWhetherATensorAxisLiesInsideAHost) {
   const auto plan = [](std::optional<bool> inside) {

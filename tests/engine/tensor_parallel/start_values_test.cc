@@ -12,6 +12,7 @@
 namespace ds::engine {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 using enum parallel::Style;
@@ -163,9 +164,24 @@ TEST(TensorParallelWeights, AFileThatOneRankCannotOpenEndsAll) {
     if (world.rank() == 1) {
       EXPECT_THAT([&] { initialize(options); }, ThrowsMessage<IoError>(HasSubstr(".missing")));
     } else {
-      EXPECT_THAT([&] { initialize(options); }, ThrowsMessage<IoError>(HasSubstr("rank 1 could not use")));
+      EXPECT_THAT([&] { initialize(options); },
+                  ThrowsMessage<IoError>(AllOf(HasSubstr("rank 1 could not use"), HasSubstr(".missing"))));
     }
   });
+}
+
+// A name that means a layer that stays whole, and one that means nothing.
+TEST(TensorParallelRules, AModelOfWhichNothingIsSplitIsAnErrorThatSaysWhatToWrite) {
+  for (const char* name : {"gate", "scores"}) {
+    test::run_ranks(2, [&](comm::Communicator& world) {
+      const auto model = std::make_shared<torch::nn::Module>();
+      model->register_module(name, torch::nn::Linear(8, 8));
+      const auto begin = [&] { start(model, mlp_config(1), world); };
+      EXPECT_THAT(begin, ThrowsMessage<ConfigError>(AllOf(HasSubstr("each of the 2 ranks would compute all of it"),
+                                                          HasSubstr("tensor_parallel.partition_config.layer_specs"))))
+          << name;
+    });
+  }
 }
 
 TEST_P(TensorParallelStart, ValuesOfOneParameterAreWhole) {
