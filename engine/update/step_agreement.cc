@@ -68,7 +68,8 @@ at::Tensor numbers_of(const AxisFacts& facts, c10::Device device) {
   if (facts.loss.defined()) result.select(0, AxisPlace::kLoss).copy_(facts.loss.view(at::kLong));
   if (facts.data.projection.defined()) {
     const at::Tensor mean = facts.data.projection / static_cast<double>(facts.data.projections);
-    result.select(0, AxisPlace::kValues).copy_(mean.view(at::kLong));
+    const at::Tensor number = mean.view(at::kLong);
+    result.select(0, AxisPlace::kValues).copy_(number.is_cpu() ? sent_to(device, number) : number);
   }
   return result;
 }

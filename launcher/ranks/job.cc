@@ -29,6 +29,19 @@ constexpr double kOwnErrorSeconds = 1;
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
 bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }
 
+// The first ds-launch says for all hosts what the user should know.
+Verbosity own_level(const JobPlan& plan) { return plan.first ? Verbosity::kDebug : Verbosity::kInfo; }
+
+Failure failure_of(const RankExit& ended, const JobPlan& plan, const OomCounters& before) {
+  return {.rank = ended.rank + plan.first_rank,
+          .host = plan.host,
+          .pid = ended.pid,
+          .status = ended.status,
+          .peak_rss_bytes = int64_t{ended.peak_rss_kib} * 1024,
+          .before = before,
+          .after = read_oom_counters()};
+}
+
 }  // namespace
 
 JoinedRanks::~JoinedRanks() {
@@ -161,11 +174,8 @@ void Job::begin_to_end(int number) {
   ending_ = Ending::kSignal;
   const double grace = plan_.signal_grace_seconds;
   if (grace > 0) deadline_ = Deadline::in(grace);
-  notices_.say(own_level(), passed_on_text(number, "all ranks", grace));
+  notices_.say(own_level(plan_), passed_on_text(number, "all ranks", grace));
 }
-
-// The first ds-launch says for all hosts what the user should know.
-Verbosity Job::own_level() const { return plan_.first ? Verbosity::kDebug : Verbosity::kInfo; }
 
 void Job::take_order(const JobOrder& order) {
   switch (order.kind) {
@@ -224,23 +234,13 @@ void Job::on_exit(const RankExit& ended) {
 void Job::on_failure(const RankExit& ended) {
   const bool said_why = WIFEXITED(ended.status) || WTERMSIG(ended.status) == SIGABRT;  // and was not killed
   const bool follows = said_why && tells_of_another_rank(relay_.last_lines(ended.rank));
-  if (!decided_at_ || !follows) blame(ended);
+  if (!decided_at_ || !follows) failure_ = failure_of(ended, plan_, oom_before_);
   ending_ = Ending::kFailure;
   if (follows && processes_.any_running()) {
     if (!decided_at_) decided_at_ = Deadline::in(std::min(kOwnErrorSeconds, plan_.failure_grace_seconds));
     return;
   }
   end_for_failure();
-}
-
-void Job::blame(const RankExit& ended) {
-  failure_ = Failure{.rank = ended.rank + plan_.first_rank,
-                     .host = plan_.host,
-                     .pid = ended.pid,
-                     .status = ended.status,
-                     .peak_rss_bytes = int64_t{ended.peak_rss_kib} * 1024,
-                     .before = oom_before_,
-                     .after = read_oom_counters()};
 }
 
 // Ends the other ranks: it is decided which failure is to blame.
@@ -325,7 +325,7 @@ int Job::report() {
     const int number = signal_policy_.ending_signal();
     result = all_well ? 0 : 128 + number;
     if (number != 0) {  // else the first ds-launch had the ranks killed
-      notices_.say(own_level(), "ended by SIG", sigabbrev_np(number), all_well ? "; every rank ended well" : "");
+      notices_.say(own_level(plan_), "ended by SIG", sigabbrev_np(number), all_well ? "; every rank ended well" : "");
     }
   }
   return result;

@@ -93,11 +93,9 @@ class Job {
   void on_exit(const RankExit& ended);
   std::vector<std::string> failure_lines() const;
   void on_failure(const RankExit& ended);
-  void blame(const RankExit& ended);
   void end_for_failure();
   void enforce_deadline();
   void kill_ranks(const std::string& why);
-  Verbosity own_level() const;
   void tell_absence(int rank) const;
   void tell_no_meeting() const;
   void clean_up();
