@@ -21,14 +21,7 @@ constexpr const char* kMark =
 
 // Makes a gradient that throws kMark when its memory is read.
 at::Tensor mark_of(const zero::Parameter& parameter) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor& like = parameter.tensor;
-  at::Tensor none = at::empty({0}, like.options().requires_grad(false));
-  const size_t bytes = static_cast<size_t>(like.numel()) * like.element_size();
-  at::TensorImpl* const impl = none.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(unreadable_storage(like.device(), bytes, cat("parameter ", parameter.name, kMark)));
-  impl->set_sizes_contiguous(like.sizes());
-  return none;
+  return unreadable_tensor(parameter.tensor, parameter.tensor.sizes(), cat("parameter ", parameter.name, kMark));
 }
 
 }  // namespace

@@ -33,6 +33,8 @@ RuleTable all_rules() {
 struct KnownOperator {
   Rule rule;
   bool composite = false;
+  bool copies = false;        // to another device or dtype
+  bool gives_memory = false;  // takes what it changes away from the memory that it had
 };
 
 KnownOperator look_up(const c10::OperatorHandle& op) {
@@ -40,6 +42,8 @@ KnownOperator look_up(const c10::OperatorHandle& op) {
   KnownOperator result;
   result.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   const c10::OperatorName& name = op.operator_name();
+  result.copies = name.name == "aten::to" || name.name == "aten::_to_copy";
+  result.gives_memory = name.name == "aten::set_" || name.name == "aten::_has_compatible_shallow_copy_type";
   // Another overload has other arguments: what none is registered for is decomposed or joined.
   const auto found = kRules.find(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
   const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
@@ -68,9 +72,10 @@ struct FoundAxis {
     if (!is_split(tensor)) return;
     const Placement& placement = placement_of(tensor);
     if (!axis) axis = axis_of(placement);
-    require(axis.get() == placement.axis.get(),
-            "an operator got tensors that are split over two axes, which is not there yet; join one of them first "
-            "(ds::parallel::whole)");
+    // Models that are split over the same ranks may meet; their tensors are computed along the first one's axis.
+    require(axis.get() == placement.axis.get() || axis->has_ranks_of(*axis_of(placement)),
+            "an operator got tensors that are split over two axes, of other ranks each, which is not there yet; join "
+            "one of them first (ds::parallel::whole)");
     any_cut = any_cut || placement.cut.has_value();
     any_addend = any_addend || placement.addend;
   }
@@ -93,6 +98,12 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return result;
 }
 
+// Whether beta is 0 (baddbmm, addmm, ...): the first operand may hold anything.
+bool ignores_first(const Call& call) {
+  const std::optional<int> beta = call.op().schema().argumentIndexWithName("beta");
+  return beta && call.argument(*beta).isScalar() && call.argument(*beta).toScalar().equal(0);
+}
+
 // Notes the data that all ranks have to bring alike.
 void note_data(const Call& call) {
   for (size_t i = 0; i < call.arguments(); ++i) {
@@ -100,6 +111,7 @@ void note_data(const Call& call) {
     // A tensor that is only written may hold anything before.
     if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0 || call.changes(i))
       continue;
+    if (i == 0 && ignores_first(call)) continue;
     call.axis()->note_data(tensor);
   }
 }
@@ -115,13 +127,15 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   FoundAxis found = find_axis(op, *stack);
   ensure(found.axis != nullptr, "an operator under the key of split tensors has one among its arguments");
   Call call(op, *stack, std::move(found.axis));
+  const KnownOperator& own = known(op);
+  if (own.gives_memory) require_no_new_memory(call);
+  if (own.copies && is_copy_to_be_read(call)) return run_on_whole(call);
   if (call.axis()->watches_data() && at::GradMode::is_enabled()) note_data(call);
   if (found.any_addend) return run_on_addends(call);
   if (!found.any_cut) {
     require_no_change_of_views(call);
     return run_uncut(call);
   }
-  const KnownOperator& own = known(op);
   if (own.rule && call.axis()->verifies() && !is_verifying()) verify_rule(own.rule, call);
   const Outcome outcome = own.rule ? own.rule(call) : Outcome::kNone;
   if (outcome == Outcome::kDone) return;

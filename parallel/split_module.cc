@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/count_nonzero.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
@@ -13,6 +14,7 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/memory/storage_memory.h"
 #include "core/name_pattern.h"
 #include "dsengine/parallel.h"
 #include "optim/clip.h"
@@ -44,6 +46,53 @@ at::Tensor summed_leaf(const at::Tensor& parameter, const std::shared_ptr<Axis>&
   split.reason += "; its gradient is a sum over the ranks";
   return split_parameter(parameter, {.axis = axis, .cut = std::nullopt, .summed = true}, parameter.detach(),
                          split.name);
+}
+
+// Note [Gradients of split parameters]
+// A split parameter's leaf alone gets gradients, and torch's habits go over model->parameters(): an optimizer made
+// before the split, model->zero_grad(), torch::nn::utils::clip_grad_norm_(). None of them would do anything to parts,
+// without a word. So from the first gradient of its leaf on, .grad of the parameter is a tensor that throws when its
+// memory is read. zero_grad() takes it away unread: the leaf's next gradient finds it gone, and would be added to what
+// should be no more. The engine shows tensors of its own there (engine/update/shown_gradients.h).
+struct ShownGradient {
+  std::string parameter;
+  at::Tensor tensor;
+  bool shown = false;
+};
+
+void show_gradient(const at::Tensor& parameter, const at::Tensor& leaf, ShownGradient& own) {
+  at::Tensor& gradient = parameter.mutable_grad();
+  if (own.shown && !gradient.defined() && leaf.grad().defined() && has_memory(leaf.grad())) {
+    require(leaf.grad().count_nonzero().item<int64_t>() == 0, "backward(): parameter ", own.parameter,
+            ": its .grad was taken away, by model->zero_grad() or an optimizer over model->parameters(). It is split "
+            "over ranks, so that its gradient is that of its leaf, which is still there, and the next one would be "
+            "added to it. Expected split.zero_grad(), or zero_grad() of an optimizer over split.leaves()");
+  }
+  if (!gradient.defined()) gradient = own.tensor;
+  own.shown = true;
+}
+
+void watch_gradient(const std::string& name, const at::Tensor& parameter, const at::Tensor& leaf) {
+  if (!parameter.is_floating_point()) return;
+  auto own = std::make_shared<ShownGradient>();
+  own->parameter = name;
+  own->tensor = unreadable_tensor(
+      leaf, parameter.sizes(),
+      cat("the gradient of parameter ", name, " cannot be read by its .grad: the parameter is split over ranks, and ",
+          "each has that of its leaf. Make optimizers over split.leaves() after the split; clip with ",
+          "split.clip_grad_norm_(max_norm) in place of torch::nn::utils::clip_grad_norm_(); drop gradients with ",
+          "split.zero_grad(). ds::parallel::local_part(parameter).grad() is this rank's part"));
+  const auto weak = [](const at::Tensor& tensor) { return c10::weak_intrusive_ptr(tensor.getIntrusivePtr()); };
+  // A frozen leaf takes no hook.
+  const bool trained = leaf.requires_grad();
+  leaf.set_requires_grad(true);
+  leaf.register_hook([own, of_parameter = weak(parameter), of_leaf = weak(leaf)](const at::Tensor& gradient) {
+    const auto living = of_parameter.lock();
+    const auto living_leaf = of_leaf.lock();
+    if (living && living_leaf) show_gradient(at::Tensor(living), at::Tensor(living_leaf), *own);
+    return gradient;
+  });
+  leaf.set_requires_grad(trained);
 }
 
 Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks) {
@@ -215,11 +264,16 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
             "by tensor_parallel.autotp_size and .weights");
   }
   comm::broadcast_values(tensors_of(module), /*root=*/0, axis->communicator(), "values");  // rank 0's
-  return split_module(module, axis, std::move(plan),
-                      [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {
-                        // A tensor of its own: the whole's memory is given back.
-                        return slice_of(parameter.detach(), placement).clone();
-                      });
+  SplitModule result =
+      split_module(module, axis, std::move(plan),
+                   [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {
+                     // A tensor of its own: the whole's memory is given back.
+                     return slice_of(parameter.detach(), placement).clone();
+                   });
+  for (const auto& item : module.named_parameters()) {
+    if (ds::is_split(item.value())) watch_gradient(item.key(), item.value(), leaf_of(item.value()));
+  }
+  return result;
 }
 
 at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,

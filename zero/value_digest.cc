@@ -3,6 +3,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/dot.h>
+#include <ATen/ops/nan_to_num.h>
 
 #include <string_view>
 
@@ -34,6 +36,15 @@ at::Tensor device_digest_of(const at::Tensor& integers) {
   // Odd factors, other ones for each place.
   const at::Tensor factors = at::arange(sample.numel(), sample.options()) * int64_t{0x5851F42D4C957F2E} + 1;
   return ((sample + 1) * factors).sum();
+}
+
+at::Tensor device_projection_of(const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sample = sample_of(values).to(at::kDouble).nan_to_num(/*nan=*/2, /*posinf=*/1, /*neginf=*/-1);
+  constexpr double kFrequency = 2.399963;  // no multiple of pi: signs and sizes without a pattern
+  const at::Tensor weights = at::arange(1, sample.numel() + 1, sample.options()).mul_(kFrequency).sin_();
+  const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-30);  // 0 / 1e-30 where all are zeros
+  return at::dot(sample, weights) / magnitude + (magnitude / static_cast<double>(sample.numel())).log();
 }
 
 }  // namespace ds::zero

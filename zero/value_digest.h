@@ -13,4 +13,9 @@ uint64_t digest_of(const at::Tensor& values);
 // Another digest, of as many elements of a tensor of integers: int64 [] on their device. Does not wait.
 at::Tensor device_digest_of(const at::Tensor& integers);
 
+// A number for the values of a tensor of floating-point or boolean type: float64 [] on their device, of as many
+// elements. It is nearly the same for tensors that differ in the last bits of their elements, and by far another one
+// for other values: a projection that scales with 1, and the logarithm of their mean magnitude. Does not wait.
+at::Tensor device_projection_of(const at::Tensor& values);
+
 }  // namespace ds::zero

@@ -44,4 +44,20 @@ inline at::Storage unreadable_storage(at::Device device, size_t bytes, std::stri
   return storage;
 }
 
+// Whether the tensor's memory is there: it has elements, and a storage with memory.
+inline bool has_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+// A contiguous tensor of `sizes`, of dtype and device of `like`, in such a storage: without memory, history and
+// gradient.
+inline at::Tensor unreadable_tensor(const at::Tensor& like, c10::IntArrayRef sizes, std::string text) {
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * like.element_size();
+  at::Tensor result = at::detail::make_tensor<at::TensorImpl>(unreadable_storage(like.device(), bytes, std::move(text)),
+                                                              like.options().computeDispatchKey(), like.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return result;
+}
+
 }  // namespace ds

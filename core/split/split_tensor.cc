@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <array>
+#include <charconv>
 #include <utility>
 #include <vector>
 
@@ -147,7 +149,6 @@ struct ImplAccess : c10::TensorImpl {
     impl.*(&ImplAccess::data_type_) = like.dtype();
     impl.*(&ImplAccess::device_opt_) = like.device();
   }
-  static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
 };
 
 // Gives a tensor the keys of one that an operator made: the split key in the place of its backend's.
@@ -209,10 +210,30 @@ void follow_flag_of(const at::Tensor& split, SplitMeta& meta) {
   if (meta.trained && meta.bridge.expired()) build_parameter_bridge(split, meta);
 }
 
+// Whoever asks for the memory gets a c10::Error with a text that names the tensor and the call that gathers it.
 void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
-  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      cat("parameter ", name,
-          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(cat(
+      "parameter ", name,
+      " is split over ranks: its memory is not here. ds::parallel::whole(parameter) gathers the full values, to be ",
+      "called on all ranks of the axis, ds::parallel::local_part(parameter) is this rank's part; to save a model, ",
+      "engine->save_16bit_model() or module_state_dict()"));
+}
+
+// Likewise for what an operator has made. Each operator on parts pays for it: no stream, one allocation.
+void hide_memory_of_result(c10::TensorImpl& impl, c10::IntArrayRef sizes) {
+  std::string text;
+  text.reserve(256);
+  text += "a tensor of sizes [";
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    std::array<char, 20> digits{};
+    if (i > 0) text += ", ";
+    text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), sizes[i]).ptr);
+  }
+  text +=
+      "] is split over ranks: its memory is not here. ds::parallel::whole(tensor) gathers the full values, to be "
+      "called "
+      "on all ranks of the axis, ds::parallel::local_part(tensor) is this rank's part";
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 
 at::Tensor part_with_history(const at::Tensor& split, const SplitMeta& meta) {
@@ -269,7 +290,7 @@ at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef siz
       at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), part.dtype(), part.device());
   c10::TensorImpl& impl = *result.unsafeGetTensorImpl();
   show_whole(impl, part, placement, sizes);
-  ImplAccess::hide_memory(impl);
+  hide_memory_of_result(impl, sizes);
   auto meta = c10::make_intrusive<SplitMeta>();
   meta->part = std::move(part);
   meta->placement = std::move(placement);

@@ -7,7 +7,8 @@
 //
 // A split tensor's autograd edge leads to its part's and back (Note [Bridges] in split_tensor.cc), so that
 // requires_grad() and autograd functions of a program are right. Functions here run no collective. A tensor is used
-// from one thread at a time, as any other. Pointers to memory that is not there throw a c10::Error that says so.
+// from one thread at a time, as any other. Whoever asks for its memory (data_ptr(), accessors, torch::save()) gets a
+// c10::Error that names the tensor and the call that gathers it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

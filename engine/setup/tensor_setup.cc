@@ -196,6 +196,7 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   parts->ranks = ranks.tensor;
   parts->world_ranks = ranks.mesh->layout().group_of(ranks.world->rank(), {comm::MeshAxis::kTensor});
   const auto axis = parallel::make_axis(ranks.tensor);
+  axis->join_ranks_of(ranks.world.get(), parts->world_ranks);
   parts->split.axis = axis;  // now: what fails below leaves it in parameters that are split already
   axis->verify(config.tensor_parallel.verify);
   axis->overlap(config.tensor_parallel.tp_overlap_comm);

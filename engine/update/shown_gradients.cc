@@ -1,8 +1,5 @@
 #include "engine/update/shown_gradients.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-
 #include <string>
 
 #include "core/check.h"
@@ -16,17 +13,12 @@ namespace {
 // Has the parameter's shape, and no memory. `like`: it, or the leaf of a split one.
 at::Tensor unreadable_gradient(const std::string& name, const at::Tensor& like, at::IntArrayRef sizes,
                                const char* reason) {
-  const at::NoGradGuard no_grad;
-  at::Tensor gradient = at::empty({0}, like.options().requires_grad(false));
-  at::TensorImpl* const impl = gradient.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(unreadable_storage(
-      like.device(), static_cast<size_t>(c10::multiply_integers(sizes)) * like.element_size(),
+  return unreadable_tensor(
+      like, sizes,
       cat("the gradient of parameter ", name, " cannot be read by its .grad: ", reason,
           ". Read it with engine->safe_get_full_grad(parameter) and change it with safe_set_full_grad(); clip with ",
           "gradient_clipping in the config or engine->clip_grad_norm_(max_norm) in place of ",
-          "torch::nn::utils::clip_grad_norm_()")));
-  impl->set_sizes_contiguous(sizes);
-  return gradient;
+          "torch::nn::utils::clip_grad_norm_()"));
 }
 
 // The memory of a parameter's gradient in its bucket. No view for autograd, so that zero_grad() of torch's optimizers,

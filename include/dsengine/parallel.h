@@ -110,9 +110,11 @@ struct SplitModule {
 
 // Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
 // and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their
-// identity (members, tied names) and lose their memory; gradients they had are dropped. Not to be moved to another
-// device or dtype afterwards. Throws UsageError as plan_splits, and when a parameter is split already, has a history,
-// or is tied to one that another rule splits otherwise.
+// identity (members, tied names) and lose their memory; gradients they had are dropped. What would give a split
+// parameter other memory afterwards (module.to(), torch::load()) throws UsageError. Its .grad cannot be read: an
+// optimizer made before, or clipping over the module's parameters, gets a c10::Error that names one; a backward pass
+// after module.zero_grad() alone throws UsageError. Throws UsageError as plan_splits, and when a parameter is split
+// already, has a history, or is tied to one that another rule splits otherwise.
 SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
                                const std::vector<SplitRule>& rules, const ParallelizeOptions& options = {});
 

@@ -2,8 +2,12 @@
 
 #include <sys/wait.h>
 
+#include <algorithm>
+#include <array>
 #include <csignal>
+#include <cstddef>
 #include <filesystem>
+#include <string_view>
 
 #include "core/flight_job.h"
 #include "core/text.h"
@@ -16,6 +20,7 @@ namespace ds::launcher {
 namespace {
 
 namespace fs = std::filesystem;
+using namespace std::string_view_literals;
 
 // SIGKILL of the rank itself, or of the last command of a shell that is the rank.
 bool was_killed(int status) { return exit_code_of(status) == 128 + SIGKILL; }
@@ -36,6 +41,24 @@ std::string cause_line(const Failure& failure) {
   return cat("rank ", failure.rank, failure.host.empty() ? "" : cat(" on ", failure.host), " (pid ", failure.pid,
              ") failed: ", exit_words(failure.status), killer(failure), "; peak memory ",
              bytes_text(failure.peak_rss_bytes));
+}
+
+bool tells_of_another_rank(const LastLines& lines) {
+  // The texts of comm/shared_memory, gloo, NCCL and the store of the rendezvous.
+  constexpr std::array kTexts = {" has destroyed its communicator"sv,
+                                 " has died"sv,
+                                 " failed before: "sv,
+                                 "Connection closed by peer"sv,
+                                 "Connection reset by peer"sv,
+                                 "Broken pipe"sv,
+                                 "remote process exited or there was a"sv};
+  constexpr size_t kLooked = 5;  // an error has its text in its last lines
+  const size_t skipped = lines.lines().size() - std::min(lines.lines().size(), kLooked);
+  return std::any_of(lines.lines().begin() + static_cast<std::ptrdiff_t>(skipped), lines.lines().end(),
+                     [&](const std::string& line) {
+                       return std::any_of(kTexts.begin(), kTexts.end(),
+                                          [&](std::string_view text) { return line.find(text) != std::string::npos; });
+                     });
 }
 
 std::vector<std::string> last_lines_report(const Failure& failure, const LastLines& lines) {

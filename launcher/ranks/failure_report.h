@@ -25,6 +25,10 @@ struct Failure {
 // The cause of a failure in one line: "rank 3 (pid 4711) failed: killed by SIGSEGV (...); peak memory 1.2 GiB".
 std::string cause_line(const Failure& failure);
 
+// Whether the last lines tell of nothing but another rank's end: a collective that cannot finish because a peer has
+// left, died or failed. Such a failure follows from that of the other rank.
+bool tells_of_another_rank(const LastLines& lines);
+
 // The last lines of the rank, under a heading, indented.
 std::vector<std::string> last_lines_report(const Failure& failure, const LastLines& lines);
 

@@ -23,9 +23,24 @@ namespace ds::launcher {
 namespace {
 
 constexpr double kSweepGraceSeconds = 1;
+// For the rank that failed first to end, after another has told of it.
+constexpr double kOwnErrorSeconds = 1;
 
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
 bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }
+
+// The first ds-launch says for all hosts what the user should know.
+Verbosity own_level(const JobPlan& plan) { return plan.first ? Verbosity::kDebug : Verbosity::kInfo; }
+
+Failure failure_of(const RankExit& ended, const JobPlan& plan, const OomCounters& before) {
+  return {.rank = ended.rank + plan.first_rank,
+          .host = plan.host,
+          .pid = ended.pid,
+          .status = ended.status,
+          .peak_rss_bytes = int64_t{ended.peak_rss_kib} * 1024,
+          .before = before,
+          .after = read_oom_counters()};
+}
 
 }  // namespace
 
@@ -112,7 +127,8 @@ void Job::wait_for_something() {
   console_.append_waits(waits);
   const size_t first_source = waits.size();
   relay_.append_waits(waits);
-  const bool woken = poll(waits.data(), waits.size(), deadline_.or_sooner(orders.until).poll_timeout_ms()) > 0;
+  const Deadline limit = deadline_.or_sooner(orders.until).or_sooner(decided_at_.value_or(Deadline()));
+  const bool woken = poll(waits.data(), waits.size(), limit.poll_timeout_ms()) > 0;
   if (woken && waits[1].revents != 0) {  // first: what failed before an order came is a failure
     processes_.take_exits([&](const RankExit& ended) { on_exit(ended); });
   }
@@ -158,11 +174,8 @@ void Job::begin_to_end(int number) {
   ending_ = Ending::kSignal;
   const double grace = plan_.signal_grace_seconds;
   if (grace > 0) deadline_ = Deadline::in(grace);
-  notices_.say(own_level(), passed_on_text(number, "all ranks", grace));
+  notices_.say(own_level(plan_), passed_on_text(number, "all ranks", grace));
 }
-
-// The first ds-launch says for all hosts what the user should know.
-Verbosity Job::own_level() const { return plan_.first ? Verbosity::kDebug : Verbosity::kInfo; }
 
 void Job::take_order(const JobOrder& order) {
   switch (order.kind) {
@@ -193,6 +206,11 @@ void Job::ask_program_to_end() {
 // Ends the ranks like a failure here does, but no failure of a rank counts from now on.
 void Job::end_for_others(const std::string& why, Ending ending) {
   notices_.debug(why);
+  if (decided_at_) {  // the failure elsewhere came first, as this one said
+    decided_at_.reset();
+    failure_.reset();
+    ending_ = ending;
+  }
   if (ending_ == Ending::kNot) ending_ = ending;
   if (!killed_) deadline_ = deadline_.or_sooner(Deadline::in(plan_.failure_grace_seconds));
   processes_.ask_to_end();
@@ -208,27 +226,33 @@ void Job::on_exit(const RankExit& ended) {
     ending_ = Ending::kRestart;  // the others do the same
     deadline_ = Deadline::in(plan_.failure_grace_seconds);
   }
-  if (status != 0 && ending_ == Ending::kNot) on_failure(ended);
+  if (status != 0 && (ending_ == Ending::kNot || (decided_at_ && !signal_policy_.asked_to_end()))) on_failure(ended);
   if (status == 0 && ending_ == Ending::kNot && processes_.any_running()) tell_absence(rank);
 }
 
+// See Note [Who failed first].
 void Job::on_failure(const RankExit& ended) {
-  const int rank = ended.rank + plan_.first_rank;
-  failure_ = Failure{.rank = rank,
-                     .host = plan_.host,
-                     .pid = ended.pid,
-                     .status = ended.status,
-                     .peak_rss_bytes = int64_t{ended.peak_rss_kib} * 1024,
-                     .before = oom_before_,
-                     .after = read_oom_counters()};
-  if (plan_.first != nullptr) plan_.first->tell_failure(exit_code_of(ended.status), failure_lines());
+  const bool said_why = WIFEXITED(ended.status) || WTERMSIG(ended.status) == SIGABRT;  // and was not killed
+  const bool follows = said_why && tells_of_another_rank(relay_.last_lines(ended.rank));
+  if (!decided_at_ || !follows) failure_ = failure_of(ended, plan_, oom_before_);
   ending_ = Ending::kFailure;
+  if (follows && processes_.any_running()) {
+    if (!decided_at_) decided_at_ = Deadline::in(std::min(kOwnErrorSeconds, plan_.failure_grace_seconds));
+    return;
+  }
+  end_for_failure();
+}
+
+// Ends the other ranks: it is decided which failure is to blame.
+void Job::end_for_failure() {
+  decided_at_.reset();
+  const int status = failure_->status;
+  if (plan_.first != nullptr) plan_.first->tell_failure(exit_code_of(status), failure_lines());
   deadline_ = Deadline::in(plan_.failure_grace_seconds);
   if (processes_.any_running()) {
-    notices_.info(
-        "rank ", rank, " failed (",
-        WIFSIGNALED(ended.status) ? cat("SIG", sigabbrev_np(WTERMSIG(ended.status))) : exit_words(ended.status),
-        "): ending ", rank_list_text(processes_.running_ranks(plan_.first_rank)));
+    notices_.info("rank ", failure_->rank, " failed (",
+                  WIFSIGNALED(status) ? cat("SIG", sigabbrev_np(WTERMSIG(status))) : exit_words(status), "): ending ",
+                  rank_list_text(processes_.running_ranks(plan_.first_rank)));
   }
   processes_.ask_to_end();
 }
@@ -259,6 +283,7 @@ void Job::tell_no_meeting() const {
 }
 
 void Job::enforce_deadline() {
+  if (decided_at_ && (decided_at_->passed() || !processes_.any_running())) end_for_failure();
   if (!processes_.any_running() || killed_ || !deadline_.passed()) return;
   const double grace = ending_ == Ending::kSignal ? plan_.signal_grace_seconds : plan_.failure_grace_seconds;
   kill_ranks(cat("not ended within ", grace, " s"));
@@ -300,7 +325,7 @@ int Job::report() {
     const int number = signal_policy_.ending_signal();
     result = all_well ? 0 : 128 + number;
     if (number != 0) {  // else the first ds-launch had the ranks killed
-      notices_.say(own_level(), "ended by SIG", sigabbrev_np(number), all_well ? "; every rank ended well" : "");
+      notices_.say(own_level(plan_), "ended by SIG", sigabbrev_np(number), all_well ? "; every rank ended well" : "");
     }
   }
   return result;

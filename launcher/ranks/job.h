@@ -1,5 +1,11 @@
 // The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
 //
+// Note [Who failed first]
+// The rank whose end comes first is to blame, unless its last lines only tell of another rank's end: a rank that throws
+// gives up its communicator, whereupon its peers throw too, and may end before it. Then the others get a moment to end
+// by themselves, and the first of them with an error of its own is to blame. Nobody is told of a failure until that is
+// known; an order to end for the failure on another host comes before it.
+//
 // A job with a FirstLauncher (the first ds-launch of many) takes its orders as well, and tells it failures.
 #pragma once
 
@@ -87,9 +93,9 @@ class Job {
   void on_exit(const RankExit& ended);
   std::vector<std::string> failure_lines() const;
   void on_failure(const RankExit& ended);
+  void end_for_failure();
   void enforce_deadline();
   void kill_ranks(const std::string& why);
-  Verbosity own_level() const;
   void tell_absence(int rank) const;
   void tell_no_meeting() const;
   void clean_up();
@@ -106,6 +112,9 @@ class Job {
   OomCounters oom_before_;
   Ending ending_ = Ending::kNot;
   std::optional<Failure> failure_;
+  // Until when a rank with an error of its own may take the place of failure_, see Note [Who failed first]; none: it is
+  // decided.
+  std::optional<Deadline> decided_at_;
   SignalPolicy signal_policy_;
   bool killed_ = false;
   bool restart_asked_ = false;

@@ -1,8 +1,10 @@
 #include "model/state/tensor_parts.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
 #include <utility>
 
 #include "core/check.h"
@@ -73,9 +75,7 @@ void TensorParts::note_data(const at::Tensor& plain) {
   int& seen = integers ? seen_integers_ : seen_others_;
   if (seen++ >= (integers ? kMostIntegers : kMostOthers)) return;
   data_digest_.of_host = data_digest_.of_host * 31 + fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
-  // Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the
-  // program: of them type and shape. The loss tells of the rest.
-  if (!integers) return;
+  if (!integers) return note_values(plain);
   if (plain.is_cpu()) {
     data_digest_.of_host = data_digest_.of_host * 31 + zero::digest_of(plain);
     return;
@@ -83,6 +83,19 @@ void TensorParts::note_data(const at::Tensor& plain) {
   const at::Tensor digest = zero::device_digest_of(plain);
   at::Tensor& before = data_digest_.of_device;
   before = before.defined() ? before * 31 + digest : digest;
+}
+
+// Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the program:
+// of them a projection, which ranks compare with a tolerance.
+void TensorParts::note_values(const at::Tensor& plain) {
+  const at::ScalarType type = plain.scalar_type();
+  if (!at::isFloatingType(type) && type != at::kBool) return;
+  const at::NoGradGuard no_grad;
+  // Another factor for each, so that the sum tells two tensors in another order apart.
+  const double factor = 1 + 0.5 * std::sin(static_cast<double>(++data_digest_.projections));
+  const at::Tensor own = zero::device_projection_of(plain) * factor;
+  at::Tensor& sum = data_digest_.projection;
+  sum = sum.defined() ? sum + own : own;
 }
 
 at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {

@@ -48,6 +48,10 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
 struct DataDigest {
   uint64_t of_host = 0;
   at::Tensor of_device;  // int64 [], undefined: nothing
+  // The sum of `projections` numbers for tensors that ranks may have with other last bits; float64 [] on their device,
+  // undefined: of none.
+  at::Tensor projection;
+  int64_t projections = 0;
 };
 
 struct TensorParts {
@@ -80,8 +84,8 @@ struct TensorParts {
   // To be called after the program may have frozen parameters, or let them require a gradient again. Leaves are where
   // they were.
   void follow_flags() const;
-  // Returns a digest of the plain data that split operators have read since the last call (the values of integers, type
-  // and shape of others): equal on ranks with equal batches. Nothing waits for the device.
+  // Returns a digest of the plain data that split operators have read since the last call (the values of integers,
+  // type, shape and projections of others): equal on ranks with equal batches. Nothing waits for the device.
   DataDigest take_data_digest() { return std::exchange(data_digest_, {}); }
   // To be called after the backward of a micro-batch: note_data() looks at the first tensors of the next one.
   void next_batch() { seen_integers_ = seen_others_ = 0; }
@@ -90,6 +94,8 @@ struct TensorParts {
   at::Tensor joined(const at::Tensor& part, const TensorPart& of) const;
 
  private:
+  void note_values(const at::Tensor& plain);
+
   DataDigest data_digest_;
   int seen_integers_ = 0;  // since next_batch()
   int seen_others_ = 0;

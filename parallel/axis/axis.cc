@@ -14,6 +14,16 @@ Axis::Axis(std::shared_ptr<comm::Communicator> communicator) : communicator_(std
   require(communicator_ != nullptr, "an axis needs the communicator of its ranks");
 }
 
+void Axis::join_ranks_of(const comm::Communicator* job, std::vector<int> ranks) {
+  job_ = job;
+  job_ranks_ = std::move(ranks);
+}
+
+bool Axis::has_ranks_of(const Axis& other) const {
+  if (communicator_.get() == other.communicator_.get()) return true;
+  return job_ != nullptr && job_ == other.job_ && job_ranks_ == other.job_ranks_;
+}
+
 at::Tensor Axis::joined_values(const at::Tensor& split) {
   const at::NoGradGuard no_grad;
   const Placement& placement = placement_of(split);

@@ -28,6 +28,11 @@ class Axis : public SplitAxis {
   at::Tensor joined_values(const at::Tensor& split) override;
 
   comm::Communicator& communicator() const { return *communicator_; }
+  // Tells that the axis joins `ranks` of `job`, by which axes of two engines over the same ranks know each other.
+  void join_ranks_of(const comm::Communicator* job, std::vector<int> ranks);
+  // Whether the two join the same ranks in one order: by one communicator, or as join_ranks_of() says.
+  bool has_ranks_of(const Axis& other) const;
+
   // Each rule's result is compared with that of the operator on joined tensors.
   bool verifies() const { return verifies_; }
   void verify(bool wanted) { verifies_ = wanted; }
@@ -57,6 +62,8 @@ class Axis : public SplitAxis {
 
  private:
   std::shared_ptr<comm::Communicator> communicator_;
+  const comm::Communicator* job_ = nullptr;  // only compared
+  std::vector<int> job_ranks_;
   std::map<std::string, JoinedOperator> joins_;
   std::set<std::string> told_;  // operators
   bool verifies_ = false;

@@ -234,6 +234,33 @@ void join_operands(Call& call) {
   refuse_changes_of_views(call, wholes);
 }
 
+bool is_copy_to_be_read(const Call& call) {
+  const std::optional<int> place = call.op().schema().argumentIndexWithName("device");
+  if (!place || !call.argument(*place).isDevice() || !call.argument(*place).toDevice().is_cpu()) return false;
+  const at::Tensor tensor = call.given(0);
+  if (!is_split(tensor)) return false;
+  if (!tensor.is_cpu()) return true;
+  // Between two places of the CPU the overload with both, which programs write to read, and not to(options).
+  return call.op().operator_name().overload_name == "device" &&
+         call.argument(*call.op().schema().argumentIndexWithName("dtype")).toScalarType() == at::kDouble;
+}
+
+void run_on_whole(Call& call) {
+  replace_split_arguments(call, whole_of);
+  call.run();
+}
+
+void require_no_new_memory(const Call& call) {
+  const at::Tensor parameter = call.given(0);
+  if (!is_split(parameter) || (call.arguments() > 1 && parameter.is_same(call.given(1)))) return;
+  const std::string name = split_name(parameter);
+  require(name.empty() && call.name() != "aten::set_", name.empty() ? "a split tensor" : cat("parameter ", name),
+          ": it is split over a tensor axis, and can be given no other memory, dtype or device (model->to(), ",
+          "torch::load(), torch::nn::utils::vector_to_parameters(), set_data(), set_()). Move, convert and load the ",
+          "model before initialize() or parallelize_module() splits it. To change values, parameter.copy_(values) ",
+          "under torch::NoGradGuard, on all ranks, takes each rank's part of the full values");
+}
+
 void run_on_addends(Call& call) {
   const auto is_addend = [](const at::Tensor& tensor) { return is_split(tensor) && placement_of(tensor).addend; };
   bool all = true;

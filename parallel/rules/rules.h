@@ -36,6 +36,15 @@ void join_operands(Call& call);
 // theirs, for T ranks of the axis.
 void run_uncut(Call& call);
 
+// Whether the operator, a copy of a split tensor to another device or dtype, is made for its values to be read: to the
+// CPU from elsewhere, or to(at::kCPU, at::kDouble), which LibTorch's printing asks for.
+bool is_copy_to_be_read(const Call& call);
+// Computes a copy of a split tensor on the full one: a plain tensor, with its history. Collective.
+void run_on_whole(Call& call);
+// Throws UsageError, naming the parameter, for operators that give a split parameter other memory: set_data(), which
+// model->to() and torch::nn::utils::vector_to_parameters() are made of, and set_(), of which torch::load() is.
+void require_no_new_memory(const Call& call);
+
 // Computes an operator with partial sums among its operands. An operator that is linear in them gives a partial sum;
 // for other operators the sums are completed first.
 void run_on_addends(Call& call);

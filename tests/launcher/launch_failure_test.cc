@@ -62,6 +62,45 @@ TEST(LaunchFailure, NamesTheFirstRankToFail) {
   }
 }
 
+// Rank 0 throws, and its peers, which lose it then, have ended before it has.
+TEST(LaunchFailure, ARankThatTellsOfAnotherRanksEndIsNotToBlame) {
+  TemporaryFolder folder;
+  const char* const told =
+      "error: job rank %: all_reduce cannot finish: rank 0 has destroyed its communicator; rank 0 (...)";
+  Launched launched({.flags = {"--num_procs", "3"}, .actions = {"touch",  folder / "pid.%",
+                                                                "until",  folder / "pid.0",
+                                                                "not-on", "0",
+                                                                "error",  told,
+                                                                "not-on", "0",
+                                                                "exit",   "1",
+                                                                "until",  folder / "pid.1",
+                                                                "until",  folder / "pid.2",
+                                                                "gone",   folder / "pid.1",
+                                                                "gone",   folder / "pid.2",
+                                                                "error",  "error: the disk is full",
+                                                                "exit",   "3"}});
+  EXPECT_EQ(launched.wait(), 3);
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("rank 0 (pid "), HasSubstr("  | error: the disk is full\n"),
+                                    Not(HasSubstr("rank 1 (pid ")), Not(HasSubstr("rank 2 (pid "))));
+}
+
+TEST(LaunchFailure, WhereAllRanksTellOfOthersTheFirstIsNamed) {
+  TemporaryFolder folder;
+  const char* const told = "error: rank 2 has died";
+  Launched launched({.flags = {"--num_procs", "2"}, .actions = {"touch", folder / "pid.%",
+                                                                "until", folder / "pid.0",
+                                                                "on",    "0",
+                                                                "until", folder / "pid.1",
+                                                                "on",    "0",
+                                                                "gone",  folder / "pid.1",
+                                                                "error", told,
+                                                                "on",    "1",
+                                                                "exit",  "4",
+                                                                "exit",  "5"}});
+  EXPECT_EQ(launched.wait(), 4);
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("rank 1 (pid "), Not(HasSubstr("rank 0 (pid "))));
+}
+
 TEST(LaunchFailure, KillsRanksThatIgnoreTheEnd) {
   TemporaryFolder folder;
   Launched launched({.flags = {"--num_procs", "2", "--failure_grace", "0.2"},

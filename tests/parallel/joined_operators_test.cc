@@ -1,7 +1,12 @@
 // What no rule computes: joined, right, and told. And what is refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/utils/convert_parameters.h>
 #include <torch/torch.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
 
 #include "dsengine/errors.h"
 #include "model/state/model_layout.h"
@@ -190,6 +195,122 @@ TEST(JoinedOperators, MemoryThatIsNotHereIsSaid) {
     EXPECT_EQ(split.leaves().size(), 2U);
     EXPECT_EQ(split.leaves()[0].sizes(), (at::IntArrayRef{3, 8}));
     EXPECT_THROW(parallelize_module(*layer, shared(communicator), {{.pattern = "weight"}}), UsageError);
+  });
+}
+
+// A column layer's weight and what it computes: 4 columns of 6.
+struct SplitLayer {
+  explicit SplitLayer(comm::Communicator& communicator) {
+    layer = made_alike<torch::nn::LinearImpl>([] { return std::make_shared<torch::nn::LinearImpl>(4, 6); });
+    full = layer->weight.detach().clone();
+    split = parallelize_module(*layer, shared(communicator), {{.pattern = ".*", .style = kColumn}});
+    result = layer->forward(at::ones({2, 4}));
+  }
+  std::shared_ptr<torch::nn::LinearImpl> layer;
+  at::Tensor full, result;
+  SplitModule split;
+};
+
+template <class Body>
+void expect_error(const char* what, const Body& body, const std::vector<std::string>& texts) {
+  try {
+    body();
+    ADD_FAILURE() << what << ": expected an error";
+  } catch (const std::exception& error) {
+    for (const std::string& text : texts) EXPECT_THAT(error.what(), HasSubstr(text)) << what;
+  }
+}
+
+TEST(JoinedOperators, ReadingTheMemoryOfAResultNamesItAndTheCallThatGathers) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const SplitLayer one(communicator);
+    const std::vector<std::string> told = {"sizes [2, 6] is split over ranks", "ds::parallel::whole(tensor)"};
+    expect_error(
+        "data_ptr", [&] { one.result.data_ptr<float>(); }, told);
+    expect_error(
+        "const_data_ptr", [&] { one.result.const_data_ptr<float>(); }, told);
+    expect_error(
+        "accessor", [&] { one.result.accessor<float, 2>(); }, told);
+    expect_error(
+        "storage", [&] { static_cast<void>(one.result.storage()); }, told);
+    expect_error("detach", [&] { one.layer->weight.detach().data_ptr(); }, {"sizes [6, 4]", "whole(tensor)"});
+    std::ostringstream out;
+    expect_error(
+        "save", [&] { torch::save(one.result, out); }, told);
+    expect_error("save a parameter", [&] { torch::save(one.layer->weight, out); }, {"parameter weight", "whole("});
+    EXPECT_FLOAT_EQ(one.result[1][5].item<float>(), whole(one.result)[1][5].item<float>());
+  });
+}
+
+TEST(JoinedOperators, WhatIsPrintedAndCopiedToBeReadIsTheWhole) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const SplitLayer one(communicator);
+    const auto printed = [](const at::Tensor& tensor) {
+      std::ostringstream out;
+      out << tensor;
+      return out.str();
+    };
+    const auto numbers = [](const std::string& text) { return text.substr(0, text.find("[ ")); };
+    EXPECT_EQ(numbers(printed(one.layer->weight)), numbers(printed(one.full)));
+    EXPECT_EQ(numbers(printed(one.result)), numbers(printed(whole(one.result))));
+    const at::Tensor read = one.layer->weight.to(at::kCPU, at::kDouble);
+    ASSERT_FALSE(is_split(read));
+    EXPECT_EQ(read.const_data_ptr<double>()[23], one.full.data_ptr<float>()[23]);
+    EXPECT_TRUE(is_split(one.result.to(at::kDouble))) << "a cast is no copy to be read";
+    read.pow(2).sum().backward();
+    EXPECT_EQ(relative_error(local_part(one.layer->weight).grad(), 2 * local_part(one.layer->weight)), 0);
+    EXPECT_TRUE(one.split.joined_operators().empty());
+  });
+}
+
+TEST(JoinedOperators, ASplitParameterIsGivenNoOtherMemory) {
+  std::ostringstream saved;
+  torch::save(std::make_shared<torch::nn::LinearImpl>(4, 6), saved);
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const SplitLayer one(communicator);
+    torch::nn::LinearImpl& layer = *one.layer;
+    const std::vector<std::string> told = {"parameter weight", "model->to()",
+                                           "before initialize() or parallelize_module()", "parameter.copy_(values)"};
+    expect_error(
+        "to", [&] { layer.to(at::kDouble); }, told);
+    expect_error(
+        "set_data",
+        [&] {
+          layer.weight.set_data(at::ones({6, 4}));
+        },
+        told);
+    expect_error(
+        "load",
+        [&] {
+          std::istringstream in(saved.str());
+          torch::serialize::InputArchive archive;
+          archive.load_from(in);
+          layer.load(archive);
+        },
+        told);
+    {
+      const torch::NoGradGuard no_grad;
+      const at::Tensor all = torch::nn::utils::parameters_to_vector(layer.parameters());
+      expect_error(
+          "vector_to_parameters", [&] { torch::nn::utils::vector_to_parameters(all, layer.parameters()); }, told);
+      layer.weight.copy_(2 * one.full);
+    }
+    EXPECT_EQ(relative_error(whole(layer.weight), 2 * one.full), 0);
+    EXPECT_TRUE(leaf_of(layer.weight).is_same(one.split.leaves()[0]));
+  });
+}
+
+TEST(JoinedOperators, TwoModelsOverTheSameRanksMeet) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const SplitLayer one(communicator);
+    const SplitLayer other(communicator);
+    const at::Tensor loss = (one.result * other.result).sum();
+    EXPECT_FLOAT_EQ(whole(loss).item<float>(), whole(one.result).pow(2).sum().item<float>());
+    loss.backward();
+    EXPECT_EQ(relative_error(one.split.leaves()[0].grad(), other.split.leaves()[0].grad()), 0);
+    const auto others = communicator.new_group({0, 1}, "another");
+    const at::Tensor apart = distribute(at::ones({2, 6}), make_axis(others), 1);
+    expect_error("another group", [&] { static_cast<void>(one.result * apart); }, {"two axes", "ds::parallel::whole"});
   });
 }
 

@@ -1,4 +1,5 @@
 // What optimizers see of a split module: gradients, their norm, and leaves that are frozen.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,6 +10,8 @@ namespace ds::parallel {
 namespace {
 
 using enum Style;
+using testing::AllOf;
+using testing::HasSubstr;
 
 struct Perceptron : torch::nn::Module {
   Perceptron() {
@@ -86,6 +89,45 @@ TEST(Leaves, AreClippedOnOneRankToo) {
     module->forward(batch()).pow(2).sum().backward();
     EXPECT_GT(split.clip_grad_norm_(0.01), 0.01);
     EXPECT_NEAR(split.clip_grad_norm_(0.01), 0.01, 1e-5);
+  });
+}
+
+// torch's habits, which would train whole parameters alone, or add gradients up, without a word.
+TEST(Leaves, HabitsOverTheModulesParametersAreErrorsThatNameOne) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const auto module = perceptron();
+    torch::optim::SGD before(module->parameters(), 0.3);
+    const SplitModule split = parallelize_module(*module, shared(communicator), perceptron_rules());
+    const auto error_of = [&](const auto& body) -> std::string {
+      try {
+        body();
+      } catch (const std::exception& error) {
+        return error.what();
+      }
+      return "none";
+    };
+    const auto backward = [&] { module->forward(batch()).pow(2).sum().backward(); };
+    before.zero_grad();
+    module->zero_grad();
+    backward();
+    EXPECT_THAT(error_of([&] { before.step(); }),
+                AllOf(HasSubstr("parameter first.weight"), HasSubstr("split.leaves()")));
+    EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_(module->parameters(), 1.0); }),
+                AllOf(HasSubstr("first.weight"), HasSubstr("split.clip_grad_norm_(max_norm)")));
+    EXPECT_THAT(error_of([&] { module->zero_grad(/*set_to_none=*/false); }), HasSubstr("split.zero_grad()"));
+    backward();  // adds up
+    module->zero_grad();
+    EXPECT_THAT(error_of(backward), AllOf(HasSubstr("parameter "), HasSubstr("split.zero_grad()")));
+    split.zero_grad();
+    backward();
+    // An optimizer of the leaves does what it should, with zero_grad() of either kind, and beside the module's.
+    torch::optim::SGD right(split.leaves(), 0.3);
+    for (const bool to_none : {true, false}) {
+      right.step();
+      right.zero_grad(to_none);
+      module->zero_grad();
+      EXPECT_EQ(error_of(backward), "none") << to_none;
+    }
   });
 }
 

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <fstream>
 #include <string>
 
 #include "tests/parity/gpt_job.h"
@@ -68,6 +69,26 @@ TEST(GptPipeline, CheckpointsGoOnAsOneModuleAndBack) {
   };
   expect_last_steps(alone);
   expect_last_steps(pipeline(2, 2, "zbv", 3, true));
+}
+
+// With its defaults the example ends with a sample of text, for which it reads scores that may be split.
+TEST(GptAxes, EndsWithASampleOnEachAxis) {
+  const ScratchFolder folder;
+  const auto expect_sample = [&](const nlohmann::json& changes, const std::string& arguments) {
+    nlohmann::json config = reference_config(0, 1, 1);
+    config.update(changes);
+    const std::string path = folder.path() / "config.json";
+    std::ofstream(path) << config;
+    const auto [exit_code, output] = launch("--num_procs 2 " DS_GPT " --deepspeed_config " + path +
+                                            " --steps 2 --layers 2 --hidden 32 " + arguments);
+    EXPECT_EQ(exit_code, 0) << changes << arguments << "\n" << output;
+    EXPECT_THAT(output, HasSubstr("--- a sample of what it learned ---")) << changes << arguments;
+  };
+  expect_sample({}, "");
+  expect_sample({{"zero_optimization", {{"stage", 3}}}}, "");
+  expect_sample({{"tensor_parallel", {{"autotp_size", 2}}}}, "");
+  expect_sample({{"tensor_parallel", {{"autotp_size", 2}, {"sequence_parallel", true}}}}, "--tie_embeddings");
+  expect_sample({}, "--pipeline_stages 2");
 }
 
 TEST(GptPipeline, AStageThatIsKilledIsNamedAndTheOthersEnd) {

@@ -43,6 +43,23 @@ TEST(FailureReport, ShowsTheLastLines) {
   EXPECT_THAT(last_lines_report({.rank = 1}, lines), ElementsAre("last lines of rank 1:", "  | hello"));
 }
 
+TEST(FailureReport, TellsAConsequenceFromACause) {
+  const auto tells = [](const std::vector<std::string>& written) {
+    LastLines lines;
+    for (const std::string& line : written) lines.add(line);
+    return tells_of_another_rank(lines);
+  };
+  EXPECT_FALSE(tells({}));
+  EXPECT_FALSE(tells({"train: error: data.txt: cannot be read"}));
+  EXPECT_TRUE(tells({"step 3",
+                     "train: error: job rank 1: barrier cannot finish: rank 0 has destroyed its communicator; "
+                     "rank 0 (process 7, alive; last began barrier)",
+                     ""}));
+  EXPECT_TRUE(tells({"  what():  [/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"}));
+  // A warning of long ago.
+  EXPECT_FALSE(tells({"rank 3 has died", "restored", "step 1", "step 2", "step 3", "error: no space left"}));
+}
+
 // LibTorch writes the sentence first, then 60 frames.
 TEST(FailureReport, StackFramesDoNotDriveOutTheCause) {
   LastLines lines;
