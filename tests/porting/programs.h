@@ -37,6 +37,11 @@ Program dcgan();
 Program wgan_gp();
 Program pinn();
 Program policy_gradient();
+// Those that are written once (trainer.h).
+std::vector<Program> dynamics_programs();
+std::vector<Program> methods_programs();
+std::vector<Program> text_programs();
+std::vector<Program> vision_programs();
 
 // The CNN with BatchNorm, whose batch is that of a rank. `reordered` > 0: ranks' batches and the samples in each come
 // in another order, by that number.

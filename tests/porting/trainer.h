@@ -1,0 +1,100 @@
+// What a program asks for that is written once: run in one process it is the plain loop over the global batch, on ranks
+// the same loop on the engine.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dsengine/engine.h"
+#include "tests/porting/programs.h"
+
+namespace ds::engine {
+
+// How a model is trained. The default is AdamW with a decay of 0.01, of the engine's config.
+struct Recipe {
+  double lr = 1e-3;
+  double clip_norm = 0.0;                                   // 0: gradients are not clipped
+  int accumulation = 1;                                     // micro-batches of a step
+  std::function<double(int64_t)> lr_factor = {};            // takes the number of updates so far
+  std::shared_ptr<torch::optim::Optimizer> optimizer = {};  // the program's own
+  Config keys = Config::object();                           // further keys of the engine's config
+};
+
+// A model with its optimizer, or without one where it is only evaluated.
+class TrainedModel {
+ public:
+  virtual ~TrainedModel() = default;
+  // Adds the gradients of a micro-batch. `loss` is its mean or, with `scale_wrt_gas` false, its part of the step's.
+  virtual void backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true) = 0;
+  // Counts a micro-batch; after the last one of a step updates the weights.
+  virtual void step() = 0;
+  // Runs `body` with all parameters whole, so that ranks may use different ones.
+  virtual void with_whole_weights(const std::function<void()>& body) = 0;
+  // Writes the weights, or the trained ones alone, to a file that every rank can read. Returns its path.
+  virtual std::string save(const std::string& file, bool exclude_frozen = false) = 0;
+  // The engine; null in the plain loop.
+  virtual std::shared_ptr<Engine> engine() const { return nullptr; }
+};
+
+class Trainer {
+ public:
+  // The plain loop.
+  Trainer() = default;
+  // A rank on the engine. `zero`: the section zero_optimization of every config.
+  Trainer(comm::Communicator& ranks, Config zero) : ranks_(&ranks), zero_(std::move(zero)) {}
+
+  // The ranks of the job; null in the plain loop.
+  comm::Communicator* ranks() const { return ranks_; }
+  int rank() const { return ranks_ == nullptr ? 0 : ranks_->rank(); }
+  int world() const { return ranks_ == nullptr ? 1 : ranks_->size(); }
+  // The config of a recipe's engine.
+  Config config(const Recipe& recipe) const;
+
+  std::shared_ptr<TrainedModel> train(const std::shared_ptr<torch::nn::Module>& model, const Recipe& recipe = {}) const;
+  // Takes a model that is evaluated only.
+  std::shared_ptr<TrainedModel> evaluate(const std::shared_ptr<torch::nn::Module>& model) const;
+  // Runs backward of one loss over several models.
+  void backward(const at::Tensor& loss, const std::vector<std::shared_ptr<TrainedModel>>& models) const;
+
+  // This rank's part of a global batch.
+  at::Tensor part(const at::Tensor& batch) const { return ranks_ == nullptr ? batch : part_of(batch, *ranks_); }
+  // The sum and the mean over ranks, without a gradient.
+  at::Tensor sum(const at::Tensor& value) const;
+  at::Tensor mean(const at::Tensor& value) const { return sum(value) / world(); }
+  // The loss per item of a global batch whose ranks have different counts of items: its mean over ranks is that loss.
+  at::Tensor per_item(const at::Tensor& sum_of_losses, const at::Tensor& items) const {
+    return sum_of_losses * (world() / sum(items.to(torch::kDouble)).item<double>());
+  }
+
+ private:
+  comm::Communicator* ranks_ = nullptr;
+  Config zero_;
+};
+
+// A program that one function is, which returns the losses of this rank.
+inline Program written_once(std::string name, Losses (*train)(const Trainer&), double tolerance = 1e-6) {
+  return {.name = std::move(name),
+          .tolerance = tolerance,
+          .train_plainly = [train](int /*world*/) { return train(Trainer()); },
+          .train_on_engine = [train](comm::Communicator& communicator,
+                                     const Config& zero) { return train(Trainer(communicator, zero)); }};
+}
+
+// The sum of all weights without their signs, which programs add to their losses.
+double sum_of_weights(const torch::nn::Module& model);
+
+inline at::Tensor normal(at::IntArrayRef sizes, uint64_t seed) {
+  at::Generator generator = generator_of(seed);
+  return torch::randn(sizes, generator);
+}
+inline at::Tensor uniform(at::IntArrayRef sizes, uint64_t seed) {
+  at::Generator generator = generator_of(seed);
+  return torch::rand(sizes, generator);
+}
+inline at::Tensor integers(int64_t below, at::IntArrayRef sizes, uint64_t seed) {
+  return (uniform(sizes, seed) * static_cast<double>(below)).to(torch::kLong).clamp_max(below - 1);
+}
+
+}  // namespace ds::engine
