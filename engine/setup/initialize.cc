@@ -25,6 +25,7 @@
 #include "engine/setup/layer_setup.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
+#include "engine/setup/row_wise_setup.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
 #include "layers/compressed/compressed_model.h"
@@ -231,7 +232,8 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks(parameters, settings_text(options, config, parameters, groups),
+  const std::string settings = settings_text(options, config, parameters, groups) + row_wise_lines(model, parameters);
+  require_same_on_all_ranks(parameters, settings,
                             {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
                             ranks.device, *ranks.part);
 }
@@ -247,6 +249,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
+  choose_row_wise_tables(model, config, parameters, groups);
   require_same_setup(model, options, config, parameters, groups);
   if (config.fp8.enabled) require_fp8(model, config.fp8);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
