@@ -14,7 +14,6 @@
 namespace ds::zero {
 
 void RowGather::start(comm::Communicator& ranks, TableRows own, std::string label) {
-  ensure(ranks_ == nullptr, "rows are gathered one after another");
   ranks_ = &ranks;
   own_ = std::move(own);
   label_ = std::move(label);
