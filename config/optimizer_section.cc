@@ -15,8 +15,8 @@ using optimizers::find_optimizer;
 using optimizers::OptimizerDescription;
 
 // Names that DeepSpeed knows and this build refuses.
-constexpr std::array<const char*, 8> kRefusedTypes = {"MuAdam", "MuAdamW", "MuSGD",      "ASGD",
-                                                      "LBFGS",  "Rprop",   "SparseAdam", "Adafactor"};
+constexpr std::array<const char*, 7> kRefusedTypes = {"MuAdam", "MuAdamW", "MuSGD",    "ASGD",
+                                                      "LBFGS",  "Rprop",   "Adafactor"};
 
 void describe_params(JsonFields& json, OptimizerSection& s) {
   const OptimizerDescription& row = *find_optimizer(s.type);

@@ -10,6 +10,7 @@
 #include "model/state/finished_gradients.h"
 #include "model/state/parameter_scope.h"
 #include "model/state/parameter_values.h"
+#include "model/state/row_wise.h"
 
 namespace ds::engine {
 namespace {
@@ -49,7 +50,7 @@ at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const c
           order.micro_batches.done() + 1, " of ", order.micro_batches.per_update());
   update->settle(Update::Next::kRead);
   finish_gradients(state);
-  return reducer.gradient(values.bucket());
+  return flat_gradient(state, values.bucket());
 }
 
 double Engine::clip_grad_norm_(double max_norm) {
@@ -74,6 +75,7 @@ void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& v
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
   values.write_whole(flat, value * impl_->scaled_backward->gradient_scale());
+  keep_flat_gradient(impl_->state, values.bucket(), flat);
   impl_->settings->note_value(
       {.call = "safe_set_full_grad()", .parameter = values.name(), .value = value, .is_gradient = true});
 }
@@ -87,6 +89,7 @@ void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& 
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
   const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_local_grad()");
   values.write_local(flat, value * impl_->scaled_backward->gradient_scale());
+  keep_flat_gradient(impl_->state, values.bucket(), flat);
   impl_->settings->note_value({.call = "safe_set_local_grad()",
                                .parameter = values.name(),
                                .value = value,

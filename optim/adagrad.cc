@@ -66,6 +66,13 @@ void Adagrad::update_all(const std::vector<SliceUpdate>& slices, const StepScale
       [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }
 
+void Adagrad::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+  Slice& slice = slices_.at(static_cast<size_t>(index));
+  require_row_wise(name(), step_group(slice));
+  update_in_rows(slice, {&sum_[static_cast<size_t>(index)]}, gradients,
+                 [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
+}
+
 NamedStates Adagrad::states(int64_t index) { return {{"sum", sum_.at(static_cast<size_t>(index))}}; }
 
 }  // namespace ds::optimizers

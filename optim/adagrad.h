@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "optim/kernels/adagrad_kernel.h"
+#include "optim/row_update.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
@@ -15,12 +16,13 @@ struct AdagradRule {
   double initial_accumulator_value = 0.0;
 };
 
-class Adagrad final : public CopyingOptimizer {
+class Adagrad final : public CopyingOptimizer, public RowOptimizer {
  public:
   // Throws ConfigError for negative values.
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   OptimizerTraits traits() const override {
     return {.state_bytes_per_element = 4, .device_kernels = DeviceKernels::kAllTypes};

@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "core/check.h"
 #include "optim/chunked_update.h"
 #include "optim/cpu_update.h"
 #include "optim/device_update.h"
@@ -102,7 +103,30 @@ std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& 
           coefficients_of(step)};
 }
 
-Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : CopyingOptimizer(std::move(groups)), rule_(rule) {}
+Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : CopyingOptimizer(std::move(groups)), rule_(rule) {
+  for (const GroupOptions& group : groups_) {
+    require<ConfigError>(!rule_.lazy || group.weight_decay == 0, "optimizer.params.weight_decay: expected 0 in every ",
+                         "parameter group with SparseAdam, found ", group.weight_decay);
+  }
+}
+
+// SparseAdam divides by sqrt(v) + eps and multiplies by sqrt(1 - beta2^t), where Adam's eps is added last.
+GroupOptions Adam::options_of(const Slice& slice) const {
+  GroupOptions group = step_group(slice);
+  if (rule_.lazy && slice.row_width > 0) {
+    group.eps /= std::sqrt(1 - std::pow(group.beta2, static_cast<double>(step_count_)));
+  }
+  return group;
+}
+
+void Adam::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+  ensure(rule_.lazy, "Adam moves rows without a gradient, SparseAdam does not");
+  Slice& slice = slices_.at(static_cast<size_t>(index));
+  require_row_wise(name(), step_group(slice));
+  AdamStates& own = states_[static_cast<size_t>(index)];
+  update_in_rows(slice, {&own.exp_avg, &own.exp_avg_sq}, gradients,
+                 [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
+}
 
 void Adam::allocate_states(int64_t /*index*/, const NewState& new_state) {
   states_.push_back(allocate_adam_states(new_state, rule_));
@@ -110,7 +134,7 @@ void Adam::allocate_states(int64_t /*index*/, const NewState& new_state) {
 
 void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
-  update_adam_slice(slice.master, gradient, {step_count_, gradient_scale, step_group(slice), rule_},
+  update_adam_slice(slice.master, gradient, {step_count_, gradient_scale, options_of(slice), rule_},
                     states_[static_cast<size_t>(index)], copy);
 }
 
@@ -119,7 +143,7 @@ void Adam::update_all(const std::vector<SliceUpdate>& slices, const StepScale& s
       slices, scale, &UpdateDeviceKernels::adam,
       [&](const SliceUpdate& update) {
         const Slice& slice = slice_for_update(update.index, update.gradient);
-        return describe_adam_slice(slice.master, update, {step_count_, scale.factor, step_group(slice), rule_},
+        return describe_adam_slice(slice.master, update, {step_count_, scale.factor, options_of(slice), rule_},
                                    states_[static_cast<size_t>(update.index)]);
       },
       [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });

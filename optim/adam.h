@@ -8,6 +8,7 @@
 
 #include "optim/cpu_update.h"
 #include "optim/kernels/adam_kernel.h"
+#include "optim/row_update.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
@@ -16,6 +17,9 @@ struct AdamRule {
   bool decoupled_weight_decay = true;  // AdamW
   bool bias_correction = true;
   bool amsgrad = false;
+  // torch.optim.SparseAdam: rows of a row-wise table without a gradient keep their weights and moments, and eps is
+  // added to the root before its bias is corrected. What is no such table is updated by Adam.
+  bool lazy = false;
 };
 
 struct AdamStates {
@@ -43,23 +47,29 @@ void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, con
 std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
                                                               const AdamStep& step, const AdamStates& states);
 
-class Adam final : public CopyingOptimizer {
+class Adam final : public CopyingOptimizer, public RowOptimizer {
  public:
   Adam(std::vector<GroupOptions> groups, AdamRule rule);
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   OptimizerTraits traits() const override {
     return {.state_bytes_per_element = rule_.amsgrad ? 12 : 8,
             .uses_betas = true,
             .device_kernels = DeviceKernels::kAllTypes};
   }
-  std::string name() const override { return rule_.decoupled_weight_decay ? "AdamW" : "Adam"; }
+  std::string name() const override {
+    return rule_.lazy ? "SparseAdam" : rule_.decoupled_weight_decay ? "AdamW" : "Adam";
+  }
 
  protected:
   void allocate_states(int64_t index, const NewState& new_state) override;
 
  private:
+  // The options of the slice's group in the step that runs, with eps as the kernels take it.
+  GroupOptions options_of(const Slice& slice) const;
+
   AdamRule rule_;
   std::vector<AdamStates> states_;
 };

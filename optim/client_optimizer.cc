@@ -1,6 +1,7 @@
 #include "optim/client_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 
 #include <algorithm>
 #include <utility>
@@ -42,7 +43,9 @@ const ClientState* ClientOptimizer::kind_of(const Slice& slice) const {
 void ClientOptimizer::allocate_states(int64_t index, const NewState& new_state) {
   NamedStates& own = states_.emplace_back();
   copies_.emplace_back();
-  const ClientState* const kind = kind_of(slice(index));
+  const Slice& own_slice = slice(index);
+  leaves_.push_back(own_slice.row_width > 0 ? own_slice.master.view({-1, own_slice.row_width}) : own_slice.master);
+  const ClientState* const kind = kind_of(own_slice);
   if (!kind) return;
   for (const std::string& name : kind->names) own.emplace_back(name, new_state());
   take_over(index);
@@ -68,8 +71,8 @@ void ClientOptimizer::hold(int64_t steps) {
   client_->state().clear();
   previous_ = nullptr;
   set_step_count(steps);
-  for (const Slice& slice : slices_) {
-    if (kind_of(slice)) groups[static_cast<size_t>(slice.group)].params().push_back(slice.master);
+  for (int64_t i = 0; i < slice_count(); ++i) {
+    if (kind_of(slice(i))) groups[static_cast<size_t>(slice(i).group)].params().push_back(leaf(i));
   }
   states_changed(/*rank_states=*/true);
 }
@@ -81,12 +84,12 @@ void ClientOptimizer::begin_state(int64_t index) {
   if (const std::optional<StateFields> fields = fields_of(*state)) {
     for (const auto& [name, tensor] : fields->tensors) {
       for (const auto& [kept, values] : states_[static_cast<size_t>(index)]) {
-        if (kept == name) *tensor = values;
+        if (kept == name) *tensor = own.row_width > 0 ? values.view({-1, own.row_width}) : values;
       }
     }
     if (fields->step) *fields->step = step_count_;
   }
-  client_->state()[own.master.unsafeGetTensorImpl()] = std::move(state);
+  client_->state()[leaf(index).unsafeGetTensorImpl()] = std::move(state);
 }
 
 void ClientOptimizer::states_changed(bool /*rank_states*/) {
@@ -95,33 +98,49 @@ void ClientOptimizer::states_changed(bool /*rank_states*/) {
     if (!kind || !kind->prototype || !kind->is_known) continue;
     Copy& copy = copies_[static_cast<size_t>(i)];
     if (kind->is_written && step_count_ > 0) {
-      const bool begun = client_->state().count(slice(i).master.unsafeGetTensorImpl()) > 0;
+      const bool begun = client_->state().count(leaf(i).unsafeGetTensorImpl()) > 0;
       if (begun && !copy.is_current) continue;  // nobody has asked for them, so nobody has changed them
       copy.is_current = false;
       write_changed(i, step_count_);
     } else if (kind->from_start || step_count_ > 0) {
       begin_state(i);
     } else {
-      client_->state().erase(slice(i).master.unsafeGetTensorImpl());
+      client_->state().erase(leaf(i).unsafeGetTensorImpl());
     }
   }
 }
 
 void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
   const Slice& own = slice_for_update(index, gradient);
-  const ClientState* const kind = kind_of(own);
-  if (!kind) return;
+  if (!kind_of(own)) return;
   const at::NoGradGuard no_grad;
   const at::Tensor wide = gradient.to(own.master.scalar_type());
   if (gradient_scale != 1.0) wide.mul_(gradient_scale);
+  step_on(index, wide);
+}
+
+// Also without a row: the optimizer counts its steps, and ranks compare these.
+void ClientOptimizer::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+  const Slice& own = slice(index);
+  if (!kind_of(own)) return;
+  require_row_wise(name(), group_options_of(client_->param_groups()[static_cast<size_t>(own.group)].options()));
+  const at::NoGradGuard no_grad;
+  if (gradient_scale != 1.0) gradients.values.mul_(gradient_scale);
+  step_on(index, at::_sparse_coo_tensor_unsafe(gradients.rows.unsqueeze(0), gradients.values, leaf(index).sizes(),
+                                               gradients.values.options().layout(at::kSparse),
+                                               /*is_coalesced=*/true));
+}
+
+void ClientOptimizer::step_on(int64_t index, const at::Tensor& gradient) {
+  const ClientState& kind = *kind_of(slice(index));
   // Drops the state that a first step has made which was skipped, or failed.
-  if (step_count_ == 1 && !kind->from_start) client_->state().erase(own.master.unsafeGetTensorImpl());
+  if (step_count_ == 1 && !kind.from_start) client_->state().erase(leaf(index).unsafeGetTensorImpl());
   Copy& copy = copies_[static_cast<size_t>(index)];
   const bool asked = std::exchange(copy.is_asked, false);
-  if (copy.is_current && kind->is_written && step_count_ > 1) write_changed(index, step_count_ - 1);
-  const GradientOf given(own.master, wide);
+  if (copy.is_current && kind.is_written && step_count_ > 1) write_changed(index, step_count_ - 1);
+  const GradientOf given(leaf(index), gradient);
   client_->step();
-  if (!kind->is_written) return adopt(index);
+  if (!kind.is_written) return adopt(index);
   copy.is_current = false;
   if (asked)
     read_written(
@@ -146,7 +165,7 @@ uint64_t ClientOptimizer::versions_of(int64_t index) const {
 
 void ClientOptimizer::read_written(int64_t index) {
   const at::NoGradGuard no_grad;
-  const auto found = client_->state().find(slice(index).master.unsafeGetTensorImpl());
+  const auto found = client_->state().find(leaf(index).unsafeGetTensorImpl());
   if (found != client_->state().end() && found->second) {
     if (const std::optional<WrittenState> written = written_state(*found->second)) {
       for (const auto& [name, values] : written->tensors) {
@@ -167,24 +186,24 @@ void ClientOptimizer::write_changed(int64_t index, int64_t steps) {
   for (const std::string& counter : kind.counters) values.numbers[counter] = steps;
   std::unique_ptr<torch::optim::OptimizerParamState> state = kind.prototype->clone();
   read_state(*state, values);
-  client_->state()[slice(index).master.unsafeGetTensorImpl()] = std::move(state);
+  client_->state()[leaf(index).unsafeGetTensorImpl()] = std::move(state);
   copy = {.is_current = true, .versions = versions_of(index)};
 }
 
 void ClientOptimizer::adopt(int64_t index) {
-  const at::Tensor& master = slice(index).master;
-  const auto found = client_->state().find(master.unsafeGetTensorImpl());
+  const auto found = client_->state().find(leaf(index).unsafeGetTensorImpl());
   if (found == client_->state().end() || !found->second) return;
   const std::optional<StateFields> fields = fields_of(*found->second);
   if (!fields) return;
   NamedStates& own = states_[static_cast<size_t>(index)];
+  const bool in_rows = slice(index).row_width > 0;  // then a state is kept flat, and the optimizer has its rows
   for (const auto& [name, tensor] : fields->tensors) {
     if (!tensor->defined()) continue;
     const auto kept =
         std::find_if(own.begin(), own.end(), [&, &wanted = name](const auto& one) { return one.first == wanted; });
     if (kept == own.end()) {
       own.emplace_back(name, *tensor);  // of an option that has changed since
-    } else if (!kept->second.is_same(*tensor)) {
+    } else if (!kept->second.is_same(*tensor) && !(in_rows && tensor->is_alias_of(kept->second))) {
       kept->second.copy_(*tensor);
       *tensor = kept->second;
     }

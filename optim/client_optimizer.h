@@ -15,11 +15,12 @@
 #include <vector>
 
 #include "optim/client_states.h"
+#include "optim/row_update.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
 
-class ClientOptimizer final : public SliceOptimizer {
+class ClientOptimizer final : public SliceOptimizer, public RowOptimizer {
  public:
   // Returns the states that the optimizer has had for a parameter until now, by name: flat tensors of the elements that
   // this rank has.
@@ -32,6 +33,8 @@ class ClientOptimizer final : public SliceOptimizer {
   void hold(int64_t steps);
 
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  // Steps the optimizer with a sparse gradient, which torch's SGD and Adagrad take: their options and their bits.
+  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   void states_changed(bool rank_states) override;
   OptimizerTraits traits() const override;
@@ -42,6 +45,10 @@ class ClientOptimizer final : public SliceOptimizer {
 
  private:
   const ClientState* kind_of(const Slice& slice) const;
+  // The tensor that stands in a group for a slice: the master or, of a row-wise table, its rows.
+  const at::Tensor& leaf(int64_t index) const { return leaves_[static_cast<size_t>(index)]; }
+  // Steps the optimizer with this gradient of one slice alone, and keeps what it makes of its state.
+  void step_on(int64_t index, const at::Tensor& gradient);
   // Makes its entry for a slice, with the tensors that are kept here.
   void begin_state(int64_t index);
   void take_over(int64_t index) const;
@@ -57,6 +64,7 @@ class ClientOptimizer final : public SliceOptimizer {
   std::shared_ptr<torch::optim::Optimizer> client_;
   std::vector<ClientState> kinds_;  // by group
   Previous previous_;
+  std::vector<at::Tensor> leaves_;   // by slice
   std::vector<NamedStates> states_;  // by slice
   struct Copy {
     bool is_current = false;

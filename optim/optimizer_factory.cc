@@ -74,6 +74,8 @@ std::unique_ptr<SliceOptimizer> make_optimizer(const OptimizerOptions& options) 
       return std::make_unique<Sgd>(options.groups, SgdRule{values.dampening, values.nesterov});
     case OptimizerType::kAdagrad:
       return std::make_unique<Adagrad>(options.groups, AdagradRule{values.lr_decay, values.initial_accumulator_value});
+    case OptimizerType::kSparseAdam:
+      return std::make_unique<Adam>(options.groups, AdamRule{.decoupled_weight_decay = false, .lazy = true});
     case OptimizerType::kLion:
       return std::make_unique<Lion>(options.groups);
     case OptimizerType::kLamb:

@@ -99,6 +99,16 @@ void adagrad_keys(JsonFields& json, OptimizerParams& p) {
   ignore_implementation(json);
 }
 
+void sparse_adam_keys(JsonFields& json, OptimizerParams& p) {
+  betas_key(json, p);
+  json.field("eps", p.eps, at_least(0));
+  ignore_implementation(json);
+  if (json.reading() && p.weight_decay != 0) {
+    json.error("weight_decay", cat("expected 0, found ", p.weight_decay,
+                                   ": SparseAdam leaves rows without a gradient as they are; remove it, or use AdamW"));
+  }
+}
+
 void lion_keys(JsonFields& json, OptimizerParams& p) {
   betas_key(json, p);
   ignore_implementation(json);
@@ -214,7 +224,14 @@ std::vector<OptimizerDescription> rows_of_own_kernels() {
            .name = "Adagrad",
            .describe_keys = adagrad_keys,
            .state_tensors = always<1>,
-           .defaults = {.lr = 1e-2, .eps = 1e-10}},
+           .defaults = {.lr = 1e-2, .eps = 1e-10},
+           .updates_rows = true},
+          {.type = Type::kSparseAdam,
+           .name = "SparseAdam",
+           .describe_keys = sparse_adam_keys,
+           .state_tensors = always<2>,
+           .averages_squares = true,
+           .updates_rows = true},
           {.type = Type::kLion, .name = "Lion", .describe_keys = lion_keys, .state_tensors = always<1>},
           {.type = Type::kMuon,
            .name = "Muon",
@@ -232,7 +249,8 @@ std::vector<OptimizerDescription> rows_after_torch() {
            .describe_keys = sgd_keys,
            .state_tensors = sgd_states,
            .tested_with_zero = false,
-           .preserves_gradient = false},
+           .preserves_gradient = false,
+           .updates_rows = true},
           {.type = Type::kRmsprop,
            .name = "RMSprop",
            .describe_keys = rmsprop_keys,

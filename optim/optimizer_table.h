@@ -29,6 +29,7 @@ enum class OptimizerType : uint8_t {
   kAdamW,
   kLamb,
   kAdagrad,
+  kSparseAdam,
   kLion,
   kMuon,
   kSgd,
@@ -62,7 +63,10 @@ struct OptimizerDescription {
   bool preserves_gradient = true;   // its kernels for the host read the gradient and leave it as it is
   bool dynamic_scale_only = false;  // fp16 needs a dynamic loss scale, as DeepSpeed demands it
   bool has_frozen_groups = false;   // ParameterGroup::non_freeze means something to it
-  bool is_cpu_adam = false;         // DeepSpeed has it as CPU Adam, whose masters and states may have 16 bits
+  // Elements whose gradient is zero stay as they are where there is no momentum and no weight decay, or the optimizer
+  // is lazy: it updates sparse tables row by row.
+  bool updates_rows = false;
+  bool is_cpu_adam = false;  // DeepSpeed has it as CPU Adam, whose masters and states may have 16 bits
 };
 
 // Returns all rows, in the order in which messages name them.

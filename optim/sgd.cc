@@ -77,6 +77,12 @@ void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scal
                  });
 }
 
+void Sgd::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+  Slice& slice = slices_.at(static_cast<size_t>(index));
+  require_row_wise(name(), step_group(slice));
+  update_in_rows(slice, {}, gradients, [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
+}
+
 NamedStates Sgd::states(int64_t index) {
   const at::Tensor& momentum = momentum_.at(static_cast<size_t>(index));
   return momentum.defined() ? NamedStates{{"momentum_buffer", momentum}} : NamedStates{};

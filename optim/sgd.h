@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "optim/row_update.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
@@ -14,12 +15,13 @@ struct SgdRule {
 };
 
 // Has a state only when a group starts with a momentum; raising it from 0 later throws UsageError.
-class Sgd final : public SliceOptimizer {
+class Sgd final : public SliceOptimizer, public RowOptimizer {
  public:
   // Throws ConfigError for nesterov without momentum or with dampening, as torch does.
   Sgd(std::vector<GroupOptions> groups, SgdRule rule);
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   OptimizerTraits traits() const override {
     return {.state_bytes_per_element = has_momentum_ ? 4 : 0, .device_kernels = DeviceKernels::kAllTypes};

@@ -62,6 +62,7 @@ int64_t SliceOptimizer::add_slice(Slice slice, const StateMemory& state_memory) 
           "add_slice: expected a flat contiguous tensor of floating point, found ", describe(master));
   require(slice.group >= 0 && slice.group < static_cast<int>(groups_.size()), "add_slice: expected a group below ",
           groups_.size(), ", found ", slice.group);
+  ensure(slice.row_width == 0 || master.numel() % slice.row_width == 0, "a slice of a row-wise table has whole rows");
   require(slice.exchange != nullptr, "add_slice: expected an exchange (one of size 1 without peers), found none");
   require(slice.parameters != nullptr || (slice.segments.empty() && slice.bucket_segments.empty()),
           "add_slice: expected the list of parameters that the segments index, found none");

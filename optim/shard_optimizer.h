@@ -55,6 +55,7 @@ struct Slice {
   const std::vector<ParameterInfo>* parameters = nullptr;  // outlives the optimizer
   std::shared_ptr<SliceExchange> exchange;                 // never null
   std::shared_ptr<PartExchange> parts = nullptr;           // null: the bucket's parameters are not split
+  int64_t row_width = 0;  // above 0: the slice is rows of so many elements of a row-wise table (RowOptimizer)
 };
 
 // Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default, which is

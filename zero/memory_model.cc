@@ -108,7 +108,11 @@ int64_t offloaded_elements(const MemoryQuestion& question, const std::vector<int
   return elements;
 }
 
-int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
+int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& all) {
+  std::vector<int64_t> buckets;
+  for (size_t b = 0; b < all.size(); ++b) {
+    if (b >= question.row_wise.size() || question.row_wise[b] == 0) buckets.push_back(all[b]);
+  }
   const int64_t offloaded = offloaded_elements(question, buckets);
   if (question.stage < 2 || (question.dp == 1 && offloaded == 0)) return sum(buckets);
   TransientBuckets transient(buckets);

@@ -37,6 +37,7 @@ struct MemoryQuestion {
   int64_t parameters = 0;              // trainable elements; ignored when `buckets` is given
   std::vector<int64_t> buckets;        // elements of each bucket, padding included when they are laid out already
   std::vector<char> persistent;        // stage 3, for each of `buckets`: it stays full; empty: none does
+  std::vector<char> row_wise;          // for each of `buckets`: its gradients are rows, no buffer; empty: none's are
   int64_t bucket_limit = 500'000'000;  // elements; cuts `parameters` when `buckets` is empty
   int64_t parameter_bytes = 4;         // per element
   int64_t gradient_bytes = 4;          // per element of gradient buckets and slices

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -79,6 +80,7 @@ class BucketBuilder {
       fresh.dtype = parameter.dtype;
       fresh.persistent = parameter.persistent;
       fresh.sent_as = parameter.sent_as;
+      fresh.row_width = parameter.row_width;
       buckets_.push_back(fresh);
       found = open_.emplace(key_of(parameter), buckets_.size() - 1).first;
     }
@@ -89,7 +91,8 @@ class BucketBuilder {
 
   std::vector<BucketLayout> finish() && {
     for (BucketLayout& bucket : buckets_) {
-      bucket.numel = round_up(std::max<int64_t>(bucket.numel, 1), world_size_ * kAlignment);
+      const int64_t unit = bucket.row_width > 0 ? std::lcm(bucket.row_width, kAlignment) : kAlignment;
+      bucket.numel = round_up(std::max<int64_t>(bucket.numel, 1), world_size_ * unit);
       bucket.slice_numel = bucket.numel / world_size_;
     }
     return std::move(buckets_);
@@ -114,7 +117,10 @@ std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters
   require(options.max_bucket_elements > 0, "lay_out: expected a positive bucket size, found ",
           options.max_bucket_elements);
   int64_t total = 0;
-  for (const LayoutParameter& parameter : parameters) total += parameter.numel;
+  for (const LayoutParameter& parameter : parameters) {
+    total += parameter.numel;
+    ensure(parameter.row_width == 0 || parameters.size() == 1, "a row-wise table is laid out alone");
+  }
   int64_t wanted = options.target_bucket_elements;
   if (wanted <= 0) {
     wanted = default_target_elements(total);

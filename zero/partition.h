@@ -26,6 +26,8 @@ struct LayoutParameter {
   bool persistent = false;  // stays full at stage 3; does not share a bucket with those that do not
   // Opaque: a dtype of its own in which ranks send it; never shares a bucket with others. Empty: that of all.
   std::optional<int> sent_as = std::nullopt;
+  // Above 0: a row-wise table of rows of so many elements. It is laid out alone, in slices of whole rows.
+  int64_t row_width = 0;
 };
 
 struct LayoutOptions {
@@ -45,13 +47,15 @@ struct BucketLayout {
   int dtype = 0;
   bool persistent = false;
   std::optional<int> sent_as;
+  // Above 0: the bucket is one row-wise table, whose gradients, updates and new weights are rows of so many elements.
+  int64_t row_width = 0;
 };
 
 // The target size of buckets for a model of so many elements when LayoutOptions names none.
 int64_t default_target_elements(int64_t parameters);
 
 // Lays `parameters` (in module order) into buckets, in the order of their first parameter. Every parameter is in
-// exactly one bucket. Throws UsageError for a non-positive limit or world size.
+// exactly one bucket. A row-wise table has to come alone. Throws UsageError for a non-positive limit or world size.
 std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters, const LayoutOptions& options);
 
 // The slice of `bucket` that rank `rank` owns: segments with slice_offset counted from the start of the slice.

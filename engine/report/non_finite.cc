@@ -12,6 +12,7 @@
 #include "comm/agreement.h"
 #include "core/json/parse_json.h"
 #include "core/text.h"
+#include "model/state/row_wise.h"
 #include "zero/square_sum.h"
 
 namespace ds::engine {
@@ -100,6 +101,25 @@ int64_t stage_of(const PipelineState* pipeline, size_t bucket) {
   return static_cast<int64_t>(in_pass.size());
 }
 
+// Returns the place and the value of the first element that is not finite of what this rank updates of a bucket; -1:
+// all are.
+std::pair<int64_t, double> first_non_finite(const ModelState& state, size_t b) {
+  const auto value_at = [](const at::Tensor& flat, int64_t place) {
+    return place < 0 ? 0.0 : flat[place].to(at::kDouble).item<double>();
+  };
+  if (!state.is_row_wise(b)) {
+    const at::Tensor gradient = state.gradients.reducer->gradient(b);
+    const int64_t place = zero::first_non_finite(gradient);
+    return {place, value_at(gradient, place)};
+  }
+  const zero::TableRows own = own_rows(state, b);
+  const at::Tensor flat = own.values.reshape({-1});
+  const int64_t place = zero::first_non_finite(flat);
+  if (place < 0) return {-1, 0.0};
+  const int64_t width = own.values.size(1);
+  return {own.rows[place / width].item<int64_t>() * width + place % width, value_at(flat, place)};
+}
+
 // The facts that this rank's slices of reduced gradients tell.
 std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state) {
   const bool sliced = state.plan.partition_optimizer && !state.gradients.reducer->keeps_local();
@@ -110,13 +130,11 @@ std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state
     const auto segments = sliced ? zero::slice_segments(layout, state.groups_of(b).shards.rank()) : layout.segments;
     if (segments.empty()) continue;
     if (first && std::pair(first->stage, first->parameter) <= std::pair(stage, segments.front().parameter)) continue;
-    const at::Tensor gradient = state.gradients.reducer->gradient(b);
-    const int64_t position = zero::first_non_finite(gradient);
+    const auto [position, value] = first_non_finite(state, b);
     for (const Segment& segment : segments) {
       if (position < segment.slice_offset || position >= segment.slice_offset + segment.length) continue;
       first = {stage, segment.parameter, segment.parameter_offset + position - segment.slice_offset,
-               state.parameters[static_cast<size_t>(segment.parameter)].name,
-               name_of_non_finite(gradient[position].to(at::kDouble).item<double>())};
+               state.parameters[static_cast<size_t>(segment.parameter)].name, name_of_non_finite(value)};
     }
   }
   return first;

@@ -25,6 +25,7 @@
 #include "engine/setup/layer_setup.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
+#include "engine/setup/row_wise_setup.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
 #include "layers/compressed/compressed_model.h"
@@ -268,7 +269,10 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
-  require_same_setup(model, options, config, settings_text(options, config, files, parameters, groups), parameters);
+  choose_row_wise_tables(model, config, parameters, groups);
+  const std::string settings =
+      settings_text(options, config, files, parameters, groups) + row_wise_lines(model, parameters);
+  require_same_setup(model, options, config, settings, parameters);
   if (config.fp8.enabled) require_fp8(model, config.fp8);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes

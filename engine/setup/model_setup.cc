@@ -14,6 +14,7 @@
 #include "model/state/held_bytes.h"
 #include "model/state/kept_buffers.h"
 #include "model/state/part_options.h"
+#include "model/state/row_wise.h"
 #include "optim/optimizer_table.h"
 #include "zero/gather/parameter_publisher.h"
 
@@ -63,7 +64,7 @@ GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>&
   return parts;
 }
 
-// Of tables whose rows travel alone; empty without sparse_gradients.
+// Of tables whose rows travel alone; empty without sparse_gradients. Those of row-wise ones do so without it.
 std::vector<int64_t> widths_of_tables(const ModelState& model) {
   if (!model.plan.sparse_gradients) return {};
   std::vector<int64_t> widths = table_widths(*model.module, model.parameters);
@@ -72,6 +73,9 @@ std::vector<int64_t> widths_of_tables(const ModelState& model) {
     log::warning(
         "sparse_gradients: true has no effect: no trainable parameter is the weight of a torch::nn::Embedding, ",
         "of an EmbeddingBag, or of a layer named as one (wte, embed_tokens, ...); remove it, or rename the layer");
+  }
+  for (size_t i = 0; i < widths.size(); ++i) {
+    if (model.row_widths[i] > 0) widths[i] = 0;
   }
   return widths;
 }
@@ -130,6 +134,7 @@ void describe_buckets(const ModelState& model, zero::MemoryQuestion& question) {
   for (const zero::ParameterBucket& bucket : model.buckets) {
     question.buckets.push_back(bucket.layout().numel);
     question.persistent.push_back(bucket.layout().persistent ? 1 : 0);
+    question.row_wise.push_back(bucket.layout().row_width > 0 ? 1 : 0);
   }
   question.frozen_bytes = frozen_bytes(model);
   for (const zero::ParameterBucket& bucket : model.frozen_buckets) {
@@ -186,6 +191,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
   const std::vector<int64_t> widths = widths_of_tables(model);
   if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
+  lay_out_rows(model.row_widths, options);
   choose_listed(model, config.torch_autocast, options);
   choose_kept(model, config.data_types, parameters, options);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());

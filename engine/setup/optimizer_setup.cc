@@ -180,7 +180,8 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
                            .bucket_segments = layout.segments,
                            .parameters = &model.infos,
                            .exchange = model.is_part(b) ? sums : exchange,
-                           .parts = model.is_part(b) ? parts : nullptr},
+                           .parts = model.is_part(b) ? parts : nullptr,
+                           .row_width = layout.row_width},
                           memory);
     };
     if (writes) {

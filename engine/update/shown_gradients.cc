@@ -1,5 +1,9 @@
 #include "engine/update/shown_gradients.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/empty.h>
+
 #include <string>
 
 #include "core/check.h"
@@ -29,6 +33,18 @@ at::Tensor alias_of(const at::Tensor& flat, const Segment& segment, const at::Te
   alias.unsafeGetTensorImpl()->set_storage_offset(flat.storage_offset() + segment.slice_offset);
   alias.unsafeGetTensorImpl()->set_sizes_contiguous(like.sizes());
   return alias;
+}
+
+// The reduced rows of a row-wise table, as torch has the gradient of a sparse layer.
+at::Tensor sparse_alias(const at::Tensor& rows) {
+  return at::_sparse_coo_tensor_unsafe(rows._indices(), rows._values(), rows.sizes(), rows.options(),
+                                       /*is_coalesced=*/true);
+}
+
+// The identity of the memory of a gradient; of a sparse one, that of its values.
+const void* memory_of(const at::Tensor& gradient) {
+  const at::Tensor& values = gradient.is_sparse() ? gradient._values() : gradient;
+  return values.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
 }  // namespace
@@ -65,8 +81,10 @@ void ShownGradients::show(After pass, const char* factor) {
       const auto i = static_cast<size_t>(segment.parameter);
       const at::Tensor& tensor = state_.parameters[i].tensor;
       if (!tensor.requires_grad()) continue;
-      shown_[i] = reason ? stand_in(i, reason) : alias_of(flat, segment, tensor);
-      memory_[i] = shown_[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+      shown_[i] = reason                  ? stand_in(i, reason)
+                  : state_.is_row_wise(b) ? sparse_alias(flat)
+                                          : alias_of(flat, segment, tensor);
+      memory_[i] = memory_of(shown_[i]);
       tensor.mutable_grad() = shown_[i];
     }
   }
@@ -104,7 +122,7 @@ void ShownGradients::require_untouched(const char* call) const {
     const zero::Parameter& parameter = state_.parameters[i];
     const at::Tensor& gradient = parameter.tensor.grad();
     const bool same_memory =  // or that of set_data()
-        shown_[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == memory_[i];
+        memory_of(shown_[i]) == memory_[i];
     if (gradient.is_same(shown_[i]) && same_memory) continue;
     throw UsageError(
         cat(call, ": the gradient of parameter ", parameter.name, " was ",

@@ -125,7 +125,7 @@ std::string described(const Numbers& numbers, int rank) {
   std::string text = cat("rank ", rank, ": step ", numbers[AxisPlace::kStep]);
   if (numbers[AxisPlace::kDelivered] > 0) text += cat(", batch ", numbers[AxisPlace::kDelivered], " of its loader");
   if (numbers[AxisPlace::kHasLoss] != 0) text += cat(", loss ", loss_of(numbers));
-  return text + cat(", data ", short_text(static_cast<uint64_t>(numbers[AxisPlace::kData])), ", its numbers ",
+  return text + cat(", data ", short_text(static_cast<uint64_t>(numbers[AxisPlace::kData])), ", of its numbers ",
                     values_of(numbers));
 }
 

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "model/state/row_wise.h"
 #include "optim/device_update.h"
+#include "optim/row_update.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -135,6 +137,19 @@ void SliceSteps::on_device(size_t b, const optimizers::StepScale& scale) {
   });
 }
 
+// A table that the program has frozen makes a step without rows: others may count it, and wait for its rows.
+void SliceSteps::on_rows(size_t b, const optimizers::StepScale& scale) {
+  optimizers::require_host_scale(scale);
+  zero::TableRows own = own_rows(state_, b);
+  if (state_.is_held_still(state_.buckets[b].layout().segments.front().parameter)) own = rows_between(own, 0, 0);
+  clip_by_value(own.values, scale);
+  auto* const optimizer = dynamic_cast<optimizers::RowOptimizer*>(state_.optimizer.own.get());
+  ensure(optimizer != nullptr, "tables are row-wise where the optimizer updates rows");
+  optimizer->update_rows(static_cast<int64_t>(b), {.rows = own.rows, .values = own.values}, scale.factor);
+  consistency_.slice_updated();
+  state_.access->updated_rows(b, own.rows);
+}
+
 // Slices on a GPU are always loaded: one launch updates them all, and they are published after it. Elsewhere a bucket
 // travels while the next one is updated.
 void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
@@ -143,6 +158,10 @@ void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
   std::vector<optimizers::SliceUpdate> updates;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     if (state_.updates_on_host(b)) continue;
+    if (state_.is_row_wise(b)) {
+      on_rows(b, scale);
+      continue;
+    }
     const at::Tensor own = state_.own_part(b);
     if (!own.is_cuda()) {
       on_device(b, scale);
@@ -191,7 +210,7 @@ class WaitingUpdate final : public Update {
   bool takes_device_scale() const override {
     if (!state_.optimizer.own || !state_.optimizer.own->takes_device_scale()) return false;
     for (size_t b = 0; b < state_.buckets.size(); ++b) {
-      if (state_.updates_on_host(b) || !state_.own_part(b).is_cuda()) return false;
+      if (state_.updates_on_host(b) || state_.is_row_wise(b) || !state_.own_part(b).is_cuda()) return false;
     }
     return true;
   }

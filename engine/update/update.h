@@ -101,6 +101,8 @@ class SliceSteps {
   // Clips the gradient by value and updates the bucket; calls `update_into` where the master is not the bucket's slice.
   void update(size_t bucket, double gradient_scale, const UpdateInto& update_into);
   void on_device(size_t bucket, const optimizers::StepScale& scale);
+  // Updates the rows of a row-wise table that have a gradient, and publishes them.
+  void on_rows(size_t bucket, const optimizers::StepScale& scale);
   void on_host(size_t bucket, double gradient_scale);
 
   ModelState& state_;

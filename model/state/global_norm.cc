@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "dsengine/comm.h"
+#include "model/state/row_wise.h"
 #include "zero/square_sum.h"
 
 namespace ds::engine {
@@ -17,7 +18,8 @@ const SquareGroup& squares_of(const Axis& axis, const ModelState& state) {
 zero::SquareSum own_squares(const ModelState& state) {
   zero::SquareSum sum;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (state.counts(b)) sum.add(state.gradients.reducer->gradient(b));
+    if (!state.counts(b)) continue;
+    sum.add(state.is_row_wise(b) ? own_rows(state, b).values.reshape({-1}) : state.gradients.reducer->gradient(b));
   }
   return sum;
 }

@@ -136,6 +136,8 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
       const int64_t numel = list[i].tensor.numel();
       const bool persistent = !shared && persistent_budget.takes(numel);
       shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent});
+      if (&list == &parameters.trainable && !options.row_widths.empty())
+        shapes.back().row_width = options.row_widths[i];
       if (options.sent_as && options.sent_in_it.contains(list[i].tensor.unsafeGetTensorImpl())) {
         shapes.back().sent_as = static_cast<int>(*options.sent_as);
       }

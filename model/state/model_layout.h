@@ -69,6 +69,9 @@ struct BucketOptions {
   // it would alone. Empty: one part. Buckets come in the order of parts' first parameters, over a tensor axis of their
   // numbers.
   std::vector<int> parts;
+  // By trainable parameter, the width of its rows where it is a row-wise table, which has a part of its own; else 0.
+  // Empty: none is.
+  std::vector<int64_t> row_widths;
   std::vector<int> shared_parts;  // parts that lie in other models too: one bucket a group, never persistent
   // Parameters, by their tensors, that ranks send each other in a dtype of their own: gradients and, with `shard`, the
   // values of those that are gathered.

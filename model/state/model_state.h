@@ -64,6 +64,7 @@ struct ModelState {
   std::vector<ParameterInfo> infos;           // names and shapes of `parameters`, for optimizers
   std::vector<zero::Parameter> frozen;        // parameters without a gradient
   FrozenHere frozen_here;                     // only without an optimizer: what the engine froze itself, until it ends
+  std::vector<int64_t> row_widths;            // by parameter: the width of a row-wise table's rows; else 0
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
@@ -102,6 +103,8 @@ struct ModelState {
   ReducedGradients* host_gradients() const { return offloaded ? offloaded->gradients() : nullptr; }
   // Whether the optimizer of a trainable bucket works on the host.
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
+  // Whether a trainable bucket is a row-wise table (model/state/row_wise.h).
+  bool is_row_wise(size_t bucket) const { return buckets[bucket].layout().row_width > 0; }
   // Returns the elements of a trainable bucket that this rank updates: its slice, or the whole bucket.
   at::Tensor own_part(size_t bucket) const;
   // Calls `use` with the master of a bucket while it is in memory. `changes`: `use` writes there.

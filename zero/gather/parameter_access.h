@@ -1,11 +1,15 @@
 // The interface of what makes a parameter full before an operator reads it. The plan chooses one for the ZeRO stage.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
+
+#include "core/check.h"
 
 namespace ds::zero {
 
@@ -29,6 +33,11 @@ class ParameterAccess {
   virtual void end_pass() = 0;
   // Called in an update, when this rank's slice of `bucket` has its new values.
   virtual void updated(size_t bucket) = 0;
+  // The same of a bucket that is a row-wise table, of which this rank has updated only these rows of its slice: [k]
+  // int64, from the slice's first row. Collective over the ranks that share the bucket.
+  virtual void updated_rows(size_t /*bucket*/, const at::Tensor& /*rows*/) {
+    ensure(false, "no table is row-wise where parameters are gathered");
+  }
   virtual void end_update() = 0;
   // Called where a pass that does not belong to training begins or ends.
   virtual void change_mode() = 0;

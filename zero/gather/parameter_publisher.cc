@@ -1,8 +1,11 @@
 #include "zero/gather/parameter_publisher.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "core/check.h"
 #include "core/log.h"
 #include "core/without_stack.h"
+#include "zero/row_gather.h"
 
 namespace ds::zero {
 
@@ -39,6 +42,19 @@ void ParameterPublisher::updated(size_t bucket) {
   pending_[bucket] = true;
   ++pending_count_;
   interceptor_.enable();
+}
+
+void ParameterPublisher::updated_rows(size_t bucket, const at::Tensor& rows) {
+  if (!partitioned_) return;
+  const at::NoGradGuard no_grad;
+  ensure(!pending_.at(bucket), "a bucket is published once per step");
+  const BucketLayout& layout = buckets_.at(bucket).layout();
+  const at::Tensor table = buckets_[bucket].flat().view({-1, layout.row_width});
+  const at::Tensor own = rows.add(communicator_.rank() * (layout.slice_numel / layout.row_width));
+  RowGather gather;
+  gather.start(communicator_, {.rows = own, .values = table.index_select(0, own)}, cat("rows of bucket ", bucket));
+  const TableRows all = gather.finish();
+  table.index_copy_(0, all.rows, all.values);
 }
 
 void ParameterPublisher::use_from_this_thread() {

@@ -32,6 +32,8 @@ class ParameterPublisher : public ParameterAccess {
   void end_pass() override {}
   // Begins the all_gather of the bucket. The slices of other ranks may not be read before an operator's wait.
   void updated(size_t bucket) override;
+  // Sends the rows to the other ranks, and waits for theirs.
+  void updated_rows(size_t bucket, const at::Tensor& rows) override;
   void end_update() override {}
   void change_mode() override {}
   void wait_all() override;

@@ -20,7 +20,9 @@ GradientBucket::GradientBucket(size_t index, const ParameterBucket& parameters, 
       buffer_(parameters, exchange.options(), buffers),
       seen_(parameters.layout().segments.size(), 0),
       arrived_(seen_),
-      sum_(buffers) {}
+      sum_(buffers) {
+  if (parameters.layout().row_width > 0) rows_.emplace(index, parameters, exchange);
+}
 
 void GradientBucket::begin_pass() {
   missing_ = arrived_.size();
@@ -35,9 +37,17 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
   const BucketState next = after(state_, BucketEvent::kCollect);
   at::Tensor gradient = parameters_->parameters()[position].tensor.grad();
   ensure(gradient.defined(), "a gradient hook runs after its gradient is set");
-  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+  if (rows_) {
+    gradient = rows_->arriving();
+  } else if (gradient.layout() != at::kStrided) {
+    gradient = gradient.to_dense();
+  }
   if (check) check->see(parameters_->layout().segments[position].parameter, gradient);
-  buffer_.collect(position, gradient);
+  if (rows_) {
+    rows_->collect();
+  } else {
+    buffer_.collect(position, gradient);
+  }
   seen_[position] = 1;
   if (!std::exchange(arrived_[position], 1)) --missing_;
   state_ = next;
@@ -54,6 +64,10 @@ void GradientBucket::show(const std::vector<char>& used, double factor) {
 void GradientBucket::launch() {
   const at::NoGradGuard no_grad;
   const BucketState next = after(state_, BucketEvent::kLaunch);
+  if (rows_) {
+    state_ = next;
+    return rows_->launch();
+  }
   buffer_.fill_missing(seen_);
   // An overflow that is compressed spreads to its neighbours.
   if (exchange_->replacement_of(index_)) buffer_.zero_padding();
@@ -67,13 +81,22 @@ void GradientBucket::launch() {
 void GradientBucket::complete() {
   const at::NoGradGuard no_grad;
   const BucketState next = after(state_, BucketEvent::kComplete);
-  exchange_->finish(index_, buffer_.flat(), transfer_);
+  if (rows_) {
+    rows_->complete();
+  } else {
+    exchange_->finish(index_, buffer_.flat(), transfer_);
+  }
   state_ = next;
 }
 
 void GradientBucket::set_aside() {
   const at::NoGradGuard no_grad;
   const BucketState next = after(state_, BucketEvent::kSetAside);
+  if (rows_) {
+    rows_->set_aside();
+    state_ = next;
+    return;
+  }
   const at::Tensor own = exchange_->own_part(index_, buffer_.flat());
   if (ReducedGradients* const elsewhere = exchange_->elsewhere_of(index_)) {
     elsewhere->add(index_, own);
@@ -90,6 +113,7 @@ void GradientBucket::join_sum() {
   ensure(state_ == BucketState::kReduced, "a sum of reduced gradients is joined with a reduced one");
   if (!has_sum()) return;
   const at::NoGradGuard no_grad;
+  if (rows_) return rows_->join_sum();
   sum_.move_to(exchange_->own_part(index_, buffer_.flat()));
 }
 
@@ -98,6 +122,7 @@ void GradientBucket::reset() {
   const BucketState next = after(state_, BucketEvent::kDrop);
   sum_.drop();
   buffer_.clear();
+  if (rows_) rows_->drop();
   std::fill(seen_.begin(), seen_.end(), 0);
   state_ = next;
 }
@@ -109,6 +134,7 @@ void GradientBucket::release() {
 }
 
 at::Tensor GradientBucket::gradient() const {
+  if (rows_) return rows_->gradient();
   if (ReducedGradients* const elsewhere = exchange_->elsewhere_of(index_)) return elsewhere->gradient(index_);
   return launched() ? exchange_->own_part(index_, buffer_.flat()) : sum_.tensor();
 }

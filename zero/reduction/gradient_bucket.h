@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "zero/buffer_pool.h"
@@ -12,12 +13,15 @@
 #include "zero/reduction/gradient_exchange.h"
 #include "zero/reduction/gradient_memory.h"
 #include "zero/reduction/reduction_states.h"
+#include "zero/reduction/row_gradient.h"
 
 namespace ds::zero {
 
 // The state of one bucket, its buffer, its reduction and its sum. Its transitions are those of Note [Life of a gradient
 // bucket]; one that the note does not have is an InternalError, and one that throws leaves the state as it was, but for
 // launch(). Not thread safe: used under the reducer's lock.
+//
+// The gradient of a row-wise table (BucketLayout::row_width) goes through the same states as rows, without a buffer.
 class GradientBucket {
  public:
   // All arguments outlive it. `index`: the bucket's number, the same on every rank.
@@ -63,10 +67,10 @@ class GradientBucket {
   void release();
 
   // The reduced gradient, from where it is kept: of the full bucket at stage 0, else of this rank's slice. Undefined
-  // where there is none.
+  // where there is none. Of a row-wise table all rows that have one, on every rank, as a coalesced sparse tensor.
   at::Tensor gradient() const;
   // Whether the sum on the device holds a gradient.
-  bool has_sum() const { return sum_.tensor().defined(); }
+  bool has_sum() const { return rows_ ? rows_->has_sum() : sum_.tensor().defined(); }
 
  private:
   size_t index_;
@@ -79,6 +83,7 @@ class GradientBucket {
   size_t missing_ = 0;         // parameters that had none in this pass
   GradientTransfer transfer_;
   ReducedSum sum_;
+  std::optional<RowGradient> rows_;  // of a row-wise table, in the place of buffer, transfer and sum
 };
 
 }  // namespace ds::zero

@@ -25,6 +25,13 @@ at::Tensor GradientExchange::own_part(size_t bucket, const at::Tensor& flat) con
   return flat.narrow(0, shards.rank() * length, length);
 }
 
+Divisors GradientExchange::divisors(size_t bucket) const {
+  const double ranks = groups_of(bucket).shards.size();
+  if (!options_.average) return {};
+  if (options_.prescale) return {.before = ranks};
+  return {.before = options_.predivide_factor, .after = ranks / options_.predivide_factor};
+}
+
 bool GradientExchange::makes_copies() const {
   return routes_.reduction != nullptr || options_.communication_dtype != options_.gradient_dtype ||
          !options_.bucket_dtypes.empty();

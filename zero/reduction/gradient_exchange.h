@@ -23,6 +23,12 @@ struct GradientTransfer {
   StreamPoint launch_point;
 };
 
+// What gradients are divided by before they are added over ranks, and what their sum is divided by.
+struct Divisors {
+  double before = 1;
+  double after = 1;
+};
+
 // Reduces buckets of gradients between ranks. Not thread safe: used under the reducer's lock, which also keeps
 // collectives in order. Throws CommError.
 class GradientExchange {
@@ -43,6 +49,8 @@ class GradientExchange {
   void keep_local(bool local) { local_ = local; }
   bool keeps_local() const { return local_; }
 
+  // What makes a mean of a sum over the ranks that share a bucket; 1 and 1 where sums are wanted.
+  Divisors divisors(size_t bucket) const;
   // The part of `flat` (the bucket, [numel]) that this rank has after a reduction.
   at::Tensor own_part(size_t bucket, const at::Tensor& flat) const;
   // Whether reductions under way hold copies, whose number is to be bounded where buckets stay.

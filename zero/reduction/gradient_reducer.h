@@ -93,7 +93,8 @@ class GradientReducer {
   // the pass ends.
   bool any_repeated() const { return any_repeated_; }
   // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice; with
-  // keep_local(true) this rank's own gradient of the full bucket. Undefined before any backward.
+  // keep_local(true) this rank's own gradient of the full bucket. Of a row-wise table (BucketLayout::row_width) all
+  // rows that have one, on every rank: sparse and coalesced. Undefined before any backward.
   at::Tensor gradient(size_t bucket) const;
   // Drops all gradients, reduced or not. Not to be called while a pass runs.
   void reset();

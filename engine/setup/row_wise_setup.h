@@ -1,0 +1,23 @@
+// Which tables of a model are row-wise: Note [Row-wise tables] in model/state/row_wise.h.
+#pragma once
+
+#include <string>
+
+#include "dsengine/config.h"
+#include "engine/setup/optimizer_setup.h"
+#include "model/state/model_layout.h"
+#include "model/state/model_state.h"
+
+namespace ds::engine {
+
+// Sets ModelState::row_widths: the weights of Embedding and EmbeddingBag layers with sparse(true) are row-wise where
+// plan, optimizer and parameter group allow it. Rows of the plan name these tables, and the others with the reason; a
+// large one of the others is warned of. Throws ConfigError where SparseAdam has a sparse table that cannot be row-wise:
+// its rows would move without a gradient.
+void choose_row_wise_tables(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
+                            const OptimizerGroups& groups);
+
+// Returns lines "what<TAB>value" for require_same_on_all_ranks(): the row-wise tables.
+std::string row_wise_lines(const ModelState& model, const ModelParameters& parameters);
+
+}  // namespace ds::engine

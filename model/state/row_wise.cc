@@ -1,0 +1,78 @@
+#include "model/state/row_wise.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "core/check.h"
+
+namespace ds::engine {
+namespace {
+
+// The rows of a bucket that this rank updates.
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+RowRange range_of(const ModelState& state, size_t bucket) {
+  const zero::BucketLayout& layout = state.buckets[bucket].layout();
+  if (!state.plan.partition_optimizer) return {.begin = 0, .end = layout.numel / layout.row_width};
+  const int64_t rows = layout.slice_numel / layout.row_width;
+  const int64_t rank = state.groups_of(bucket).shards.rank();
+  return {.begin = rank * rows, .end = (rank + 1) * rows};
+}
+
+}  // namespace
+
+void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options) {
+  if (std::all_of(widths.begin(), widths.end(), [](int64_t width) { return width == 0; })) return;
+  options.row_widths = widths;
+  options.parts.resize(widths.size(), 0);
+  int next = *std::max_element(options.parts.begin(), options.parts.end());
+  for (size_t i = 0; i < widths.size(); ++i) {
+    if (widths[i] > 0) options.parts[i] = ++next;
+  }
+}
+
+zero::TableRows rows_between(const zero::TableRows& rows, int64_t begin, int64_t end) {
+  const at::Tensor numbers = rows.rows.to(at::kCPU);
+  const auto* const first = numbers.const_data_ptr<int64_t>();
+  const auto* const last = first + numbers.numel();
+  const auto from = std::lower_bound(first, last, begin) - first;
+  const auto count = std::lower_bound(first, last, end) - first - from;
+  return {.rows = rows.rows.narrow(0, from, count).sub(begin), .values = rows.values.narrow(0, from, count)};
+}
+
+zero::TableRows own_rows(const ModelState& state, size_t bucket) {
+  const at::Tensor gradient = state.gradients.reducer->gradient(bucket);
+  const RowRange range = range_of(state, bucket);
+  return rows_between({.rows = gradient._indices().reshape({-1}), .values = gradient._values()}, range.begin,
+                      range.end);
+}
+
+at::Tensor flat_gradient(const ModelState& state, size_t bucket) {
+  if (!state.is_row_wise(bucket)) return state.gradients.reducer->gradient(bucket);
+  const at::NoGradGuard no_grad;
+  const zero::TableRows own = own_rows(state, bucket);
+  const RowRange range = range_of(state, bucket);
+  const at::Tensor table = at::zeros({range.end - range.begin, own.values.size(1)}, own.values.options());
+  return table.index_copy_(0, own.rows, own.values).reshape({-1});
+}
+
+void keep_flat_gradient(const ModelState& state, size_t bucket, const at::Tensor& flat) {
+  if (!state.is_row_wise(bucket)) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor gradient = state.gradients.reducer->gradient(bucket);
+  const RowRange range = range_of(state, bucket);
+  const at::Tensor table = flat.view({range.end - range.begin, gradient.size(1)});
+  const at::Tensor rows = table.ne(0).any(1).nonzero().reshape({-1});
+  const at::Tensor kept = at::_sparse_coo_tensor_unsafe(rows.add(range.begin).unsqueeze(0), table.index_select(0, rows),
+                                                        gradient.sizes(), gradient.options(), /*is_coalesced=*/true);
+  at::Tensor(gradient).copy_(kept);
+}
+
+}  // namespace ds::engine
