@@ -313,10 +313,9 @@ void StartFiles::log_report() const {
               listed(report_.grown, kMostListed), "; the others are the program's (.weights_options.grow)");
   }
   if (!report_.unused.empty()) {
-    std::vector<std::string> others(report_.unused.begin() + 1, report_.unused.end());
-    log::warning(
-        options_.weights, ": tensor \"", report_.unused.front(), "\" is not in the model",
-        others.empty() ? std::string() : cat(", nor are ", others.size(), " more: ", listed(others, kMostListed)));
+    const size_t count = report_.unused.size();
+    log::warning(options_.weights, ": ", count == 1 ? std::string("a tensor is") : cat(count, " tensors are"),
+                 " not in the model: ", listed(report_.unused, kMostListed));
   }
 }
 
