@@ -4,12 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <chrono>
 #include <mutex>
-#include <unordered_map>
 
 #include "core/check.h"
+#include "core/memory/tensor_holders.h"
 #include "core/tensor_check.h"
 #include "recompute/region.h"
 
@@ -48,51 +47,6 @@ class CheckpointBackward : public autograd::Node {
  private:
   std::shared_ptr<const Region> region_;
 };
-
-// The references to a storage, and to tensors on it, that outputs account for: themselves and what they are views of.
-struct Owners {
-  struct References {
-    size_t counted = 0;
-    size_t all = 0;
-  };
-  std::unordered_map<const at::TensorImpl*, References> tensors;
-  int outputs = 0;
-
-  bool others() const {
-    return std::any_of(tensors.begin(), tensors.end(),
-                       [](const auto& of) { return of.second.all > of.second.counted; });
-  }
-};
-
-// Marks outputs whose memory somebody else can see: inputs, captured tensors, each other.
-std::vector<bool> find_shared(const std::vector<at::Tensor>& outputs) {
-  std::unordered_map<const c10::StorageImpl*, Owners> owners;
-  const auto count = [&](const at::Tensor& tensor, bool is_output) {
-    Owners& of = owners[tensor.storage().unsafeGetStorageImpl()];
-    of.outputs += is_output ? 1 : 0;
-    Owners::References& references = of.tensors[tensor.unsafeGetTensorImpl()];
-    ++references.counted;
-    references.all = tensor.use_count();
-  };
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.has_storage()) continue;
-    count(output, /*is_output=*/true);
-    const auto* view = autograd::impl::get_view_autograd_meta(output);
-    if (view == nullptr) continue;
-    if (view->has_bw_view()) count(view->get_backward_view().base_, /*is_output=*/false);
-    if (view->has_fw_view() && !view->shared_view_info()) count(view->get_forward_view().base_, /*is_output=*/false);
-  }
-  std::vector<bool> shared;
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.has_storage()) {
-      shared.push_back(false);
-      continue;
-    }
-    const Owners& of = owners.at(output.storage().unsafeGetStorageImpl());
-    shared.push_back(of.outputs > 1 || of.others() || output.storage().use_count() > of.tensors.size());
-  }
-  return shared;
-}
 
 // What the caller gets for an output: the same memory and count of changes, none of its past.
 at::Tensor released_output(const at::Tensor& output, bool shared) {

@@ -43,10 +43,6 @@ struct OutsideGradients : autograd::Node {
 
 }  // namespace
 
-int64_t version_of(const at::Tensor& tensor) {
-  return !tensor.defined() || tensor.is_inference() ? 0 : tensor._version();
-}
-
 OutsideRecorder::OutsideRecorder() : begin_(at::sequence_number::peek()) {
   require(at::isRecordFunctionEnabled(), "checkpoint: expected at::RecordFunction enabled, which shows the parameters ",
           "that a region reads, found it disabled; end the at::DisableRecordFunctionGuard");

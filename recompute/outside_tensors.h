@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/memory/tensor_holders.h"
 #include "core/torch_version/node.h"
 
 namespace ds::recompute {
@@ -63,8 +64,5 @@ class OutsideCut {
   NodePointer<> node_;
   std::vector<torch::autograd::Edge> before_;
 };
-
-// autograd's count of changes in place; 0 for tensors without one.
-int64_t version_of(const at::Tensor& tensor);
 
 }  // namespace ds::recompute

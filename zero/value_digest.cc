@@ -5,6 +5,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/stack.h>
 
 #include <string_view>
 
@@ -45,6 +46,13 @@ at::Tensor device_projection_of(const at::Tensor& values) {
   const at::Tensor weights = at::arange(1, sample.numel() + 1, sample.options()).mul_(kFrequency).sin_();
   const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-30);  // 0 / 1e-30 where all are zeros
   return at::dot(sample, weights) / magnitude + (magnitude / static_cast<double>(sample.numel())).log();
+}
+
+at::Tensor device_sums_of(const at::Tensor& numbers) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sample = sample_of(numbers).to(at::kDouble);
+  const at::Tensor weighted = sample * at::arange(1, sample.numel() + 1, sample.options());
+  return at::stack({weighted.sum(), weighted.abs().sum()});
 }
 
 }  // namespace ds::zero

@@ -99,6 +99,19 @@ std::ostream& operator<<(std::ostream& out, const OperationRecord& record) {
   return out << of_phase(record.phase);
 }
 
+std::ostream& operator<<(std::ostream& out, const MessageHead& head) {
+  const auto dtype = static_cast<at::ScalarType>(head.dtype);
+  out << head.bytes / static_cast<int64_t>(c10::elementSize(dtype)) << " " << dtype;
+  return head.label[0] == '\0' ? out : out << " '" << head.label << "'";
+}
+
+std::ostream& operator<<(std::ostream& out, const MessageRecord& record) {
+  out << (record.is_send != 0 ? "send of " : "recv of ") << record.head
+      << (record.is_send != 0 ? " to rank " : " from rank ") << record.peer << " (message #" << record.sequence;
+  if (record.step > 0) out << ", step " << record.step;
+  return out << ")";
+}
+
 size_t GroupMemory::ring_bytes_for(int size) {
   const auto pairs = static_cast<size_t>(size) * static_cast<size_t>(size);
   return std::clamp(std::bit_floor(kAllRingsBytes / pairs), size_t{4} << 10, size_t{1} << 20);

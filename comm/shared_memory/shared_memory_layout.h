@@ -92,6 +92,29 @@ struct OperationRecord {
   friend std::ostream& operator<<(std::ostream& out, const OperationRecord& record);
 };
 
+// The head of a message, ahead of its data.
+struct MessageHead {
+  int64_t bytes = 0;
+  int32_t tag = 0;
+  int32_t dtype = 0;
+  char label[80] = {};
+
+  // "12 Float 'activation'"
+  friend std::ostream& operator<<(std::ostream& out, const MessageHead& head);
+};
+
+// A message as its rank announces it, for messages of errors alone.
+struct MessageRecord {
+  uint64_t sequence;  // counts sends and receives of this rank from 1; 0: none yet
+  int64_t step;       // the engine's step; 0: not known
+  int32_t is_send;
+  int32_t peer;
+  MessageHead head;
+
+  // "send of 12 Float 'activation' to rank 1 (message #3, step 2)"
+  friend std::ostream& operator<<(std::ostream& out, const MessageRecord& record);
+};
+
 // Why a rank has failed.
 struct FailureText {
   char text[1024];
@@ -109,6 +132,7 @@ struct RankBlock {
   std::atomic<uint64_t> process_namespace{0};
   std::atomic<uint64_t> begun{0};  // sequence number of the collective begun last
   AtomicRecord<OperationRecord> operations[2];
+  AtomicRecord<MessageRecord> message;  // the one begun last
   AtomicRecord<FailureText> failure;
 };
 

@@ -16,12 +16,6 @@ constexpr std::chrono::seconds kIdleSleep{10};
 
 }  // namespace
 
-std::ostream& operator<<(std::ostream& out, const MessageHead& head) {
-  const auto dtype = static_cast<at::ScalarType>(head.dtype);
-  out << head.bytes / static_cast<int64_t>(c10::elementSize(dtype)) << " " << dtype;
-  return head.label[0] == '\0' ? out : out << " '" << head.label << "'";
-}
-
 SharedMemoryMessage::SharedMemoryMessage(const Collective& collective, Clock::time_point deadline)
     : is_send_(collective.kind == CollectiveKind::kSend),
       peer_(collective.peer),
@@ -84,7 +78,13 @@ std::shared_ptr<WorkState> SharedMemoryMessages::post(const Collective& collecti
   {
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
-    inbox_.emplace_back(collective.kind == CollectiveKind::kSend, message);
+    const bool is_send = collective.kind == CollectiveKind::kSend;
+    inbox_.emplace_back(is_send, message);
+    memory_.rank(rank_).message.store({.sequence = ++posted_,
+                                       .step = collective.step,
+                                       .is_send = is_send ? 1 : 0,
+                                       .peer = collective.peer,
+                                       .head = message->head()});
     if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
   }
   memory_.rank(rank_).bell.ring();

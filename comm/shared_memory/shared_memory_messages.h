@@ -25,17 +25,6 @@
 
 namespace ds::comm {
 
-// The head of a message, ahead of its data.
-struct MessageHead {
-  int64_t bytes = 0;
-  int32_t tag = 0;
-  int32_t dtype = 0;
-  char label[80] = {};
-
-  // "12 Float 'activation'"
-  friend std::ostream& operator<<(std::ostream& out, const MessageHead& head);
-};
-
 // A send or recv under way. Holds its tensor until done.
 class SharedMemoryMessage final : public WorkState {
  public:
@@ -125,6 +114,7 @@ class SharedMemoryMessages {
   std::deque<std::pair<bool, Message>> inbox_;  // is it a send
   bool stopping_ = false;
   std::exception_ptr failure_;
+  uint64_t posted_ = 0;  // messages so far
 
   // The state of the thread alone.
   std::vector<Outgoing> outgoing_;

@@ -120,7 +120,11 @@ std::string SharedMemoryPeers::describe(int peer) const {
   if (memory_.between_processes()) {
     text += cat("process ", block.process.load(), dead(peer) ? ", no longer alive; " : ", alive; ");
   }
-  return cat(text, "last began ", block.operations[block.begun.load() % 2].load(), ")");
+  const OperationRecord collective = block.operations[block.begun.load() % 2].load();
+  const MessageRecord message = block.message.load();
+  if (message.sequence == 0) return cat(text, "last began ", collective, ")");
+  if (collective.sequence == 0) return cat(text, "last began ", message, ")");
+  return cat(text, "last began ", collective, " and ", message, ")");
 }
 
 void SharedMemoryPeers::publish_failure(const std::string& text) {

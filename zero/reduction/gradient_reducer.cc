@@ -195,6 +195,9 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
   const std::lock_guard lock(mutex_);
   GradientBucket& bucket = buckets_[index];
   const auto number = static_cast<size_t>(bucket.parameters().layout().segments[position].parameter);
+  // Autograd calls the hook also where nothing flows to the parameter: from a function that gives no gradient for it,
+  // or from a checkpointed region that has read it without a graph.
+  if (!parameters_[number].tensor.grad().defined()) return;
   if (!is_running(state_) && neighbours_.another_runs()) return neighbours_.drop(number);
   require(is_running(state_), "parameter ", parameters_[number].name, " of ", neighbours_.model(),
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
