@@ -67,7 +67,8 @@ double Engine::clip_grad_norm_(double max_norm) {
 at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
   const Phases::Scope phase(impl_->phases, "safe_get_full_grad");
   const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
-  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->scaled_backward->gradient_scale();
+  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) /
+         impl_->scaled_backward->gradient_scale();
 }
 
 void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
@@ -82,7 +83,8 @@ void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& v
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_local_grad()");
-  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->scaled_backward->gradient_scale();
+  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) /
+         impl_->scaled_backward->gradient_scale();
 }
 
 void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value) {

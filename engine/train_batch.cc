@@ -20,6 +20,7 @@
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 #include "engine/update/micro_batch_digests.h"
+#include "engine/update/summable_digest.h"
 
 namespace ds::engine {
 namespace {

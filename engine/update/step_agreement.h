@@ -91,10 +91,6 @@ struct StepFacts {
   comm::Communicator* world = nullptr;                          // all ranks; outlives the comparison
 };
 
-// Returns numbers that tell, once ranks have added them up, whether all of them have the same digest: float64 [4] on
-// the host.
-at::Tensor summable_digest(uint64_t digest);
-
 // One exchange of a few numbers over data-parallel ranks, begun before the step waits for its reductions. Collective.
 class StepAgreement {
  public:

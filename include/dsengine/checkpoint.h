@@ -138,7 +138,7 @@ std::string weight_path(const std::string& name);                           // "
 std::string buffer_path(const std::string& name);                           // "buffers/bn.running_mean"
 std::string state_path(const std::string& state, const std::string& name);  // "optimizer/exp_avg/h.0.ln_1.weight"
 std::string ema_path(const std::string& name);  // "ema/h.0.ln_1.weight": the moving average of a trained weight
-std::string rank_path(int rank, const std::string& name);  // "ranks/3/rng.cpu": data of one rank
+std::string rank_path(int rank, const std::string& name);        // "ranks/3/rng.cpu": data of one rank
 std::string rank_state_path(int rank, const std::string& name);  // "ranks/3/state/queue": SaveOptions::rank_state
 // Returns the name behind the given folder of paths, or an empty one: name_in("weights/", "weights/h.0.b") == "h.0.b".
 std::string name_in(const std::string& folder, const std::string& path);

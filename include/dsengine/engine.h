@@ -231,8 +231,8 @@ class Engine {
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);
-  // Lets rank 0 write chosen parameters, by default the trained ones (adapters), to a safetensors file for load_weights()
-  // and .weights; no others are gathered. Returns the path. Collective; fails as save_16bit_model().
+  // Lets rank 0 write chosen parameters, by default the trained ones (adapters), to a safetensors file for
+  // load_weights() and .weights; no others are gathered. Returns the path. Collective; fails as save_16bit_model().
   std::string save_weights(const std::string& path, const SaveWeightsOptions& options = {});
   // Loads what a file, or any path of checkpoint::open(), has of the parameters and buffers; all others and the states
   // of the optimizer stay. Every rank reads its parts. `strict`: a tensor that the model lacks is a UsageError, before

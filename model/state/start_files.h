@@ -23,7 +23,7 @@ struct StartFilesOptions {
   std::string weights;              // what open_weights() takes; empty: there are no files
   WeightsOptions match = {};
   bool has_match = true;  // whether the call has the option .weights_options
-  uint64_t seed = 0;  // of the random numbers that match.fill draws
+  uint64_t seed = 0;      // of the random numbers that match.fill draws
 };
 
 // Tensors are known by their names in the module, a tied parameter by each of them.
