@@ -223,26 +223,25 @@ TEST(TokenMeans, AreTheSameWhereverGradientsGo) {
   const ordered_json on_host = {{"device", "cpu"}};
   const std::vector<Kind> kinds = {
       {"sums over ranks", 0, {{"gradient_allreduce_op", "sum"}}},
-      {"no norm", 2, {{"gradient_clipping", 0.0}, {"compute_grad_norm", false}}},
+      {"no norm", 2, {{"gradient_clipping", 0.0}, {"zero_optimization", {{"stage", 2}, {"compute_grad_norm", false}}}}},
       {"prescaled", 1, {{"prescale_gradients", true}, {"gradient_predivide_factor", 2.0}}},
       {"on the host", 2, {{"zero_optimization", {{"stage", 2}, {"offload_optimizer", on_host}}}}},
       {"on the host, stage 3", 3, {{"zero_optimization", {{"stage", 3}, {"offload_optimizer", on_host}}}}},
       {"speculative",
        3,
        {{"zero_optimization", {{"stage", 3}, {"offload_optimizer", {{"device", "cpu"}, {"super_offload", true}}}}}}},
-      {"bf16", 2, {{"bf16", {{"enabled", true}}}}, 2e-2},
+      {"bf16", 2, {{"bf16", {{"enabled", true}}}}, 3e-2},
       {"fp16", 2, {{"fp16", {{"enabled", true}, {"initial_scale_power", 12}}}}, 2e-2},
       {"fp16, one scale", 0, {{"fp16", {{"enabled", true}, {"loss_scale", 1024}}}}, 2e-2},
   };
   for (const Kind& kind : kinds) {
     SCOPED_TRACE(kind.name);
-    const TokenRun run{.accumulation = 2, .clip_norm = kind.stage == 3 ? 0.0 : 0.5};
+    TokenRun run{.accumulation = 2, .clip_norm = kind.stage == 3 ? 0.0 : 0.5};
     ordered_json config = small_config(kind.stage, run.accumulation);
     config["gradient_clipping"] = run.clip_norm;
     config.update(kind.more);
-    TokenRun expected = run;
-    if (!config.value("compute_grad_norm", true)) expected.clip_norm = 0.0;
-    expect_same(train_tokens(run, config), train_tokens_plainly(expected), kind.tolerance);
+    run.clip_norm = config["gradient_clipping"];
+    expect_same(train_tokens(run, config), train_tokens_plainly(run), kind.tolerance);
   }
 }
 
