@@ -77,7 +77,8 @@ void EmaScope::restore() noexcept {
     }
     return true;
   };
-  attempt([&] { impl.watch->look("the end of the scope"); });
+  attempt([&] { impl.watch->look("the end of an EmaScope"); });  // throws for what the program has changed
+  attempt([&] { state.access->take_changed(); });                // else slices would take it over later
   const bool restored = attempt([&] {
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(own_[b]); });
