@@ -30,7 +30,7 @@ struct ExportedNetImpl : torch::nn::Module {
     register_module("layers", layers);
     register_module("norm", norm);
     register_module("drop", drop);
-    turned = register_parameter("turned", torch::zeros({5, 6}).t());
+    turned = register_parameter("turned", torch::zeros({5, 6}).t().clone());
     frozen = register_parameter("frozen", torch::zeros({6}));
     tied = register_module("tied", std::make_shared<torch::nn::Module>());
     tied->register_parameter("weight", layers[0]->as<torch::nn::Linear>()->weight);
