@@ -33,8 +33,8 @@ RuleTable all_rules() {
 struct KnownOperator {
   Rule rule;
   bool composite = false;
-  bool copies = false;        // to another device or dtype
-  bool gives_memory = false;  // takes what it changes away from the memory that it had
+  bool copies = false;        // to(): a copy of another dtype, or on another device
+  bool gives_memory = false;  // gives the tensor that it changes other memory, or asks whether that is possible
 };
 
 KnownOperator look_up(const c10::OperatorHandle& op) {

@@ -270,8 +270,9 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
                      // A tensor of its own: the whole's memory is given back.
                      return slice_of(parameter.detach(), placement).clone();
                    });
-  for (const auto& item : module.named_parameters()) {
-    if (ds::is_split(item.value())) watch_gradient(item.key(), item.value(), leaf_of(item.value()));
+  const auto parameters = module.named_parameters();
+  for (const auto& [name, leaf] : result.named_leaves) {
+    if (ds::is_split(parameters[name])) watch_gradient(name, parameters[name], leaf);
   }
   return result;
 }

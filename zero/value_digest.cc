@@ -3,7 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/dot.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/stack.h>
 
@@ -45,7 +44,7 @@ at::Tensor device_projection_of(const at::Tensor& values) {
   constexpr double kFrequency = 2.399963;  // no multiple of pi: signs and sizes without a pattern
   const at::Tensor weights = at::arange(1, sample.numel() + 1, sample.options()).mul_(kFrequency).sin_();
   const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-30);  // 0 / 1e-30 where all are zeros
-  return at::dot(sample, weights) / magnitude + (magnitude / static_cast<double>(sample.numel())).log();
+  return (sample * weights).sum() / magnitude + (magnitude / static_cast<double>(sample.numel())).log();
 }
 
 at::Tensor device_sums_of(const at::Tensor& numbers) {

@@ -219,7 +219,7 @@ void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
       "engine->save_16bit_model() or module_state_dict()"));
 }
 
-// Likewise for what an operator has made. Each operator on parts pays for it: no stream, one allocation.
+// Does so for the result of an operator. Each operator on parts pays for it: without a stream.
 void hide_memory_of_result(c10::TensorImpl& impl, c10::IntArrayRef sizes) {
   std::string text;
   text.reserve(256);
@@ -231,8 +231,7 @@ void hide_memory_of_result(c10::TensorImpl& impl, c10::IntArrayRef sizes) {
   }
   text +=
       "] is split over ranks: its memory is not here. ds::parallel::whole(tensor) gathers the full values, to be "
-      "called "
-      "on all ranks of the axis, ds::parallel::local_part(tensor) is this rank's part";
+      "called on all ranks of the axis, ds::parallel::local_part(tensor) is this rank's part";
   impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 

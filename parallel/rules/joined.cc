@@ -241,8 +241,9 @@ bool is_copy_to_be_read(const Call& call) {
   if (!is_split(tensor)) return false;
   if (!tensor.is_cpu()) return true;
   // Between two places of the CPU the overload with both, which programs write to read, and not to(options).
-  return call.op().operator_name().overload_name == "device" &&
-         call.argument(*call.op().schema().argumentIndexWithName("dtype")).toScalarType() == at::kDouble;
+  if (call.op().operator_name().overload_name != "device") return false;
+  const at::ScalarType type = call.argument(*call.op().schema().argumentIndexWithName("dtype")).toScalarType();
+  return type == at::kDouble || type == at::kComplexDouble;
 }
 
 void run_on_whole(Call& call) {

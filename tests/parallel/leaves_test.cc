@@ -120,7 +120,7 @@ TEST(Leaves, HabitsOverTheModulesParametersAreErrorsThatNameOne) {
     EXPECT_THAT(error_of(backward), AllOf(HasSubstr("parameter "), HasSubstr("split.zero_grad()")));
     split.zero_grad();
     backward();
-    // An optimizer of the leaves does what it should, with zero_grad() of either kind, and beside the module's.
+    // An optimizer over the leaves does what it should, with zero_grad() of either kind, and beside the module's.
     torch::optim::SGD right(split.leaves(), 0.3);
     for (const bool to_none : {true, false}) {
       right.step();
