@@ -23,8 +23,8 @@ namespace ds::launcher {
 namespace {
 
 constexpr double kSweepGraceSeconds = 1;
-// For the rank that failed first to end, after another has told of it.
-constexpr double kOwnErrorSeconds = 1;
+// The time that the rank which failed first has to end, after another has told of it: it may have much to destroy.
+constexpr double kOwnErrorSeconds = 3;
 
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
 bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }

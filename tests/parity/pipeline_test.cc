@@ -84,11 +84,11 @@ TEST(GptAxes, EndsWithASampleOnEachAxis) {
     EXPECT_EQ(exit_code, 0) << changes << arguments << "\n" << output;
     EXPECT_THAT(output, HasSubstr("--- a sample of what it learned ---")) << changes << arguments;
   };
-  expect_sample({}, "");
+  expect_sample(nlohmann::json::object(), "");
   expect_sample({{"zero_optimization", {{"stage", 3}}}}, "");
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}}}}, "");
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}, {"sequence_parallel", true}}}}, "--tie_embeddings");
-  expect_sample({}, "--pipeline_stages 2");
+  expect_sample(nlohmann::json::object(), "--pipeline_stages 2");
 }
 
 TEST(GptPipeline, AStageThatIsKilledIsNamedAndTheOthersEnd) {
