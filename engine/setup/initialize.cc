@@ -214,7 +214,8 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
 OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
                           const ModelParameters& parameters) {
   if (!options.optimizer && model.plan.trains) {
-    return plan_groups(config.optimizer, parameters, options.parameter_groups, model.plan.topology.pipe > 1);
+    const Ranks* const stages = model.plan.topology.pipe > 1 ? &model.ranks : nullptr;
+    return plan_groups(config.optimizer, parameters, options.parameter_groups, stages);
   }
   if (model.optimizer.client_states) return client_groups(model.optimizer, parameters, *model.module);
   OptimizerGroups groups;

@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
+#include <set>
+#include <sstream>
 #include <utility>
 
 #include "comm/agreement.h"
@@ -37,13 +40,18 @@ struct Claim {
   std::string pattern;
 };
 
-// Returns the group of each trainable parameter: 0 for the config's values, i + 1 for groups[i]. In the names of a
-// group '*' stands for any text; a tied parameter is meant by any of its names. Throws UsageError when a name matches
-// nothing or two groups claim a parameter. `part_of_model`: other ranks have other parameters, so a name may match none
-// here.
-std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
-                               const std::vector<ParameterGroup>& groups, bool part_of_model) {
-  std::vector<int> result(parameters.size(), 0);
+// What assign_groups() finds.
+struct Assignment {
+  std::vector<int> group_of;      // 0 for the config's values, i + 1 for groups[i]
+  std::set<std::string> unfound;  // names that match nothing, with their group: "parameter_groups[0]: \"h.*\""
+};
+
+// Returns the group of each trainable parameter. In the names of a group '*' stands for any text; a tied parameter is
+// meant by any of its names. Throws UsageError when two groups claim a parameter.
+Assignment assign_groups(const std::vector<zero::Parameter>& parameters, const std::vector<ParameterGroup>& groups) {
+  Assignment assignment;
+  std::vector<int>& result = assignment.group_of;
+  result.assign(parameters.size(), 0);
   std::vector<Claim> claims(parameters.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const std::string& pattern : groups[g].parameters) {
@@ -63,11 +71,35 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
         result[i] = group;
         claims[i] = {.name = *name, .pattern = pattern};
       }
-      require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
-              "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
+      if (!found) assignment.unfound.insert(cat("parameter_groups[", g, "]: \"", pattern, "\""));
     }
   }
-  return result;
+  return assignment;
+}
+
+// Throws UsageError for a name that matches no parameter of any rank of the pipeline, on all of them with one text.
+// Collective over all ranks, also where `failure` is not null, which is thrown.
+void require_found_somewhere(const Assignment& assignment, const std::vector<zero::Parameter>& parameters,
+                             const Ranks& ranks, const std::exception_ptr& failure) {
+  const int failed = comm::failed_rank(failure, ranks.device, *ranks.world);
+  require(failed < 0, "initialize: .parameter_groups: rank ", failed, " refuses them; its message says why");
+  std::string own = parameters.empty() ? "" : parameters.front().name;
+  for (const std::string& name : assignment.unfound) own += '\n' + name;
+  std::string example;
+  std::optional<std::set<std::string>> nowhere;
+  for (const std::string& text : comm::texts_of_ranks(own, ranks.device, *ranks.world, "names of parameter groups")) {
+    auto lines = classic_stream<std::istringstream>(text);
+    std::string line;
+    std::getline(lines, line);
+    if (example.empty()) example = line;
+    std::set<std::string> of_rank;
+    while (std::getline(lines, line)) {
+      if (!nowhere || nowhere->contains(line)) of_rank.insert(line);
+    }
+    nowhere = std::move(of_rank);
+  }
+  require(nowhere->empty(), nowhere->empty() ? std::string() : *nowhere->begin(), " matches no trainable parameter",
+          ranks.world->size() > 1 ? " of any stage" : "", "; names look like \"", example, "\"");
 }
 
 // Gives the optimizer the mask of each group as flat masks of the group's buckets.
@@ -192,9 +224,23 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
 }
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
-                            const std::vector<ParameterGroup>& groups, bool part_of_model) {
+                            const std::vector<ParameterGroup>& groups, const Ranks* stages) {
   OptimizerGroups result;
-  result.group_of = assign_groups(parameters.trainable, groups, part_of_model);
+  Assignment assignment;
+  std::exception_ptr failure;
+  try {
+    assignment = assign_groups(parameters.trainable, groups);
+  } catch (const UsageError&) {
+    if (stages == nullptr) throw;
+    failure = std::current_exception();
+  }
+  if (stages != nullptr) {
+    require_found_somewhere(assignment, parameters.trainable, *stages, failure);
+  } else {
+    require(assignment.unfound.empty(), assignment.unfound.empty() ? "" : *assignment.unfound.begin(),
+            " matches no trainable parameter; names look like \"", parameters.trainable.front().name, "\"");
+  }
+  result.group_of = std::move(assignment.group_of);
   const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);
   optimizers::GroupOptions base = optimizers::group_options(section.values);
   if (section.values.muon_lr) base.lr = *section.values.muon_lr;

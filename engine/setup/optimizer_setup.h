@@ -24,10 +24,11 @@ struct OptimizerGroups {
 // Assigns every trainable parameter to a group. Group 0 has the config's values, and group i + 1 has those that
 // `groups[i]` sets. For Muon every group is split in two: matrices that Muon updates, and the rest with AdamW's values
 // (see optimizers::uses_muon). Groups without parameters are kept, so that indices stay those of the program. Throws
-// UsageError for a name that matches no parameter, and for a parameter that two groups claim. `part_of_model`: other
-// ranks have other parameters, so that a name may match none here.
+// UsageError for a name that matches no parameter, and for a parameter that two groups claim. `stages`: the ranks of a
+// pipeline of several stages, among which a name has to match somewhere; all of them call it and throw together. Null:
+// this rank has all parameters.
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
-                            const std::vector<ParameterGroup>& groups, bool part_of_model);
+                            const std::vector<ParameterGroup>& groups, const Ranks* stages);
 
 // Gives the optimizer a slice for each bucket. States live where `model` offloads them. `writes`: they begin
 // with other values than zeros, so that their memory has to be there meanwhile.
