@@ -1,11 +1,13 @@
 // A schedule as the driver of steps: train_batch(), and what belongs to pipelines.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -16,6 +18,7 @@
 #include "core/json/parse_json.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/update/micro_batch_digests.h"
 
 namespace ds::engine {
 namespace {
@@ -31,8 +34,9 @@ pipeline::BatchSource source_of(Engine::Impl& impl, std::shared_ptr<DataLoader> 
     auto next = loader->begin();
     if (next == loader->end()) next = loader->begin();
     require(next != loader->end(), "train_batch: the training data has no batches");
-    pipeline::MicroBatch batch{.inputs = {next->data}, .labels = {}};
-    if (next->target.defined()) batch.labels.push_back(next->target);
+    pipeline::MicroBatch batch;
+    batch.inputs.push_back(std::move(next->data));  // what the loader kept would be copied
+    if (next->target.defined()) batch.labels.push_back(std::move(next->target));
     impl.batches.name_next(name_of_samples(loader->indices()));
     return batch;
   };
@@ -91,11 +95,49 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   }
 }
 
-// Returns the digest of the settings that stages compare, on the device; undefined where there is one rank.
-at::Tensor settings_of_stages(Engine::Impl& engine) {
-  if (engine.state.pipeline_ranks() == 1) return {};
+// Digests of the micro-batches that this rank takes; null where there is one rank.
+std::shared_ptr<MicroBatchDigests> digests_of(const Engine::Impl& engine, int micro_batches) {
+  if (engine.state.pipeline_ranks() == 1) return nullptr;
+  using Stage = MicroBatchDigests::Stage;
+  const std::vector<int>& rank_of = engine.state.pipeline->module->placement();
+  const int rank = engine.state.pipeline->ranks->rank();
+  Stage stage = Stage::kOther;
+  if (rank_of.front() != rank_of.back()) {
+    stage = rank == rank_of.front() ? Stage::kFirst : rank == rank_of.back() ? Stage::kLast : Stage::kOther;
+  }
+  return std::make_shared<MicroBatchDigests>(micro_batches, stage);
+}
+
+// Returns what stages compare, the settings of the step and the micro-batches, on the device; undefined where there is
+// one rank.
+at::Tensor facts_of_stages(Engine::Impl& engine, const std::shared_ptr<MicroBatchDigests>& taken) {
+  if (!taken) return {};
   engine.step->late().read(/*judged_next=*/true);  // some ranks may have, and loss scale and schedule follow from it
-  return sent_to(engine.state.ranks.device, summable_digest(engine.settings->digest(StepSettings::Among::kStages)));
+  const at::Device device = engine.state.ranks.device;
+  const uint64_t settings = engine.settings->digest(StepSettings::Among::kStages);
+  return at::cat({sent_to(device, summable_digest(settings)), taken->summable(device)});
+}
+
+// What a runner leaves to the engine in training, but for the source. `self` outlives the result.
+pipeline::StageCallbacks backward_callbacks(Engine::Impl& self) {
+  return {.next = {},
+          .root =
+              [&self](const at::Tensor& loss) {
+                const Autocast::Pause pause(self.state.ranks.device.type());
+                return self.scaled_backward->scaled(self.scaled_backward->averaged(loss));
+              },
+          .accumulate =
+              [&self](const pipeline::Action& action, bool last, const std::function<void()>& pass) {
+                const Autocast::Pause pause(self.state.ranks.device.type());
+                self.scaled_backward->begin_micro_batch(action.micro_batch);
+                const auto stage = static_cast<size_t>(action.stage);
+                self.scaled_backward->run(last, pass, self.state.pipeline->bucket_in_pass.at(stage));
+              },
+          .inputs_only =
+              [&self](const std::function<void()>& pass) {
+                const Autocast::Pause pause(self.state.ranks.device.type());
+                pass();
+              }};
 }
 
 }  // namespace
@@ -110,7 +152,9 @@ at::Tensor Engine::train_batch() {
 
 pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
   for (at::Tensor& input : batch.inputs) input = prepared(input);
-  for (at::Tensor& label : batch.labels) label = impl_->inputs->upload(label);
+  for (at::Tensor& label : batch.labels) {
+    if (label.defined()) label = impl_->inputs->upload(label);
+  }
   return batch;
 }
 
@@ -123,29 +167,15 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   self.progress.step_applied = false;
   if (!self.state.module->is_training()) train();
   int64_t given = 0;
-  const pipeline::StageCallbacks callbacks = {
-      .next =
-          [&] {
-            pipeline::MicroBatch batch = on_device(next());
-            self.batches.begin(given++, self.loader.get());
-            return batch;
-          },
-      .root =
-          [&](const at::Tensor& loss) {
-            const Autocast::Pause pause(self.state.ranks.device.type());
-            return self.scaled_backward->scaled(self.scaled_backward->averaged(loss));
-          },
-      .accumulate =
-          [&](const pipeline::Action& action, bool last, const std::function<void()>& pass) {
-            const Autocast::Pause pause(self.state.ranks.device.type());
-            self.scaled_backward->begin_micro_batch(action.micro_batch);
-            self.scaled_backward->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(action.stage)));
-          },
-      .inputs_only =
-          [&](const std::function<void()>& pass) {
-            const Autocast::Pause pause(self.state.ranks.device.type());
-            pass();
-          }};
+  const std::shared_ptr<MicroBatchDigests> taken = digests_of(self, micro_batches);
+  pipeline::StageCallbacks callbacks = backward_callbacks(self);
+  callbacks.next = [&] {
+    pipeline::MicroBatch batch = next();
+    if (taken) taken->see(batch);
+    batch = on_device(std::move(batch));
+    self.batches.begin(given++, self.loader.get());
+    return batch;
+  };
   const Phases::Scope phase(self.phases, "train_batch");
   self.reporter->backward_begins();
   pipeline::StageRunner::Result result;
@@ -165,9 +195,9 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
     self.scaled_backward->drop(/*unused=*/true);
     throw;
   }
-  const at::Tensor settings = settings_of_stages(self);
-  const at::Tensor loss = mean_of_all(self.state, result.losses, settings);
-  self.step->note_stages(settings);
+  const at::Tensor facts = facts_of_stages(self, taken);
+  const at::Tensor loss = mean_of_all(self.state, result.losses, facts);
+  self.step->note_stages(facts, taken);
   self.progress.micro_steps += micro_batches;
   self.order.micro_batches.note_batch(micro_batches);
   self.complete_step(loss);
@@ -183,15 +213,28 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
   require(micro_batches > 0, "eval_batch: num_micro_batches: expected a positive number, found ", micro_batches);
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
   const Phases::Scope phase(self.phases, "eval_batch");
-  const pipeline::StageCallbacks callbacks = {
-      .next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}, .inputs_only = {}};
+  const std::shared_ptr<MicroBatchDigests> taken = options.compute_loss ? digests_of(self, micro_batches) : nullptr;
+  const auto source = [&] {
+    pipeline::MicroBatch batch = next();
+    if (taken) taken->see(batch);
+    return on_device(std::move(batch));
+  };
+  const pipeline::StageCallbacks callbacks = {.next = source, .root = {}, .accumulate = {}, .inputs_only = {}};
   pipeline::StageRunner::Result result;
   {
     const EvaluationMode mode(self.state);
     result = parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
   }
   Evaluation evaluation;
-  if (options.compute_loss) evaluation.loss = mean_of_all(self.state, result.losses);
+  if (options.compute_loss) {
+    const at::Device device = self.state.ranks.device;
+    const at::Tensor facts = taken ? taken->summable(device) : at::Tensor();
+    evaluation.loss = mean_of_all(self.state, result.losses, facts);
+    if (taken) {
+      taken->require_same(facts.cpu(), self.state.ranks.part->rank(), *self.state.ranks.world, device,
+                          "The evaluation means nothing");
+    }
+  }
   evaluation.logits = std::move(result.outputs);
   if (options.return_logits && options.broadcast_logits && parts.ranks->size() > 1) {
     evaluation.logits.resize(static_cast<size_t>(micro_batches));

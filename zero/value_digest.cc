@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/stack.h>
 
 #include <string_view>
 
@@ -34,6 +35,13 @@ at::Tensor device_digest_of(const at::Tensor& integers) {
   // Odd factors, other ones for each place.
   const at::Tensor factors = at::arange(sample.numel(), sample.options()) * int64_t{0x5851F42D4C957F2E} + 1;
   return ((sample + 1) * factors).sum();
+}
+
+at::Tensor device_sums_of(const at::Tensor& numbers) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sample = sample_of(numbers).to(at::kDouble);
+  const at::Tensor weighted = sample * at::arange(1, sample.numel() + 1, sample.options());
+  return at::stack({weighted.sum(), weighted.abs().sum()});
 }
 
 }  // namespace ds::zero

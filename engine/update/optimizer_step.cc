@@ -232,6 +232,7 @@ StepFacts OptimizerStep::facts() {
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
   facts.settings = &deps_.settings;
   facts.stages = std::exchange(stages_, {});
+  facts.micro_batches = std::exchange(micro_batches_, nullptr);
   facts.world = state.ranks.world.get();
   const ModelWatch::Digests changes = deps_.watch.take_digests();
   facts.changes = changes.all;

@@ -69,8 +69,11 @@ class OptimizerStep {
   double clip(double max_norm);
   // Notes that the program has changed the reduced gradients of the next step, `times` times.
   void note_gradient_change(uint64_t times) { gradient_changes_ += times; }
-  // Notes the sums of summable_digest() of StepSettings::Among::kStages over all ranks, for the next step.
-  void note_stages(at::Tensor sums) { stages_ = std::move(sums); }
+  // Notes StepFacts::stages and StepFacts::micro_batches of the next step.
+  void note_stages(at::Tensor sums, std::shared_ptr<const MicroBatchDigests> micro_batches) {
+    stages_ = std::move(sums);
+    micro_batches_ = std::move(micro_batches);
+  }
   // Forgets the changes counted by note_gradient_change(), gradients that were set and the norm given to clip(),
   // because their accumulation is dropped. Does not touch a late step.
   void forget_gradient_changes();
@@ -107,6 +110,7 @@ class OptimizerStep {
   std::optional<double> clip_once_;  // the norm given to clip(), for the next step
   uint64_t gradient_changes_ = 0;    // those counted by note_gradient_change(), for the next step
   at::Tensor stages_;                // as note_stages() got them, for the next step
+  std::shared_ptr<const MicroBatchDigests> micro_batches_;  // likewise
 };
 
 }  // namespace ds::engine

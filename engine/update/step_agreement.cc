@@ -137,6 +137,8 @@ bool all_equal(const double* sums, int ranks) {
   return static_cast<uint64_t>(ranks) * static_cast<uint64_t>(sums[1]) == sum * sum;
 }
 
+constexpr int64_t kDigestNumbers = 4;  // of summable_digest()
+
 // Puts 32 bits of a digest, in two numbers.
 void put_digest(double* values, uint64_t digest) {
   put(values, digest & kMask);
@@ -161,7 +163,7 @@ void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
 }  // namespace
 
 at::Tensor summable_digest(uint64_t digest) {
-  at::Tensor numbers = at::zeros({4}, at::kDouble);
+  at::Tensor numbers = at::zeros({kDigestNumbers}, at::kDouble);
   put_digest(numbers.mutable_data_ptr<double>(), digest);
   return numbers;
 }
@@ -344,6 +346,9 @@ void StepAgreement::require_same_along_axis(bool updated) const {
 void StepAgreement::require_same_settings(bool updated) const {
   if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
   if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
+  if (!micro_batches_differ()) return;
+  facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,
+                                     updated ? "The step was applied" : "Nothing was applied");
 }
 
 bool StepAgreement::settings_differ() const {
@@ -355,8 +360,14 @@ bool StepAgreement::stages_differ() const {
   return stages_.defined() && !digests_equal(stages_.numbers().const_data_ptr<double>(), facts_.world->size());
 }
 
+at::Tensor StepAgreement::sums_of_micro_batches() const { return stages_.numbers().slice(0, kDigestNumbers); }
+
+bool StepAgreement::micro_batches_differ() const {
+  return stages_.defined() && facts_.micro_batches && facts_.micro_batches->differ(sums_of_micro_batches());
+}
+
 bool StepAgreement::differs() const {
-  if (stages_differ()) return true;
+  if (stages_differ() || micro_batches_differ()) return true;
   if (ranks_.size() == 1)
     return !facts_.axis_problem.empty() || (facts_.axis && !facts_.axis->verdict().problem.empty());
   if (!sums_.defined()) return false;

@@ -14,6 +14,7 @@
 
 #include "core/device/readback.h"
 #include "dsengine/comm.h"
+#include "engine/update/micro_batch_digests.h"
 #include "engine/update/step_settings.h"
 #include "model/state/tensor_parts.h"
 
@@ -82,9 +83,11 @@ struct StepFacts {
   // The ranks of the axis, where they differ in settings, once the verdict is read; else null.
   comm::Communicator* axis_in_settings = nullptr;
   const StepSettings* settings = nullptr;  // outlives the comparison
-  // In a pipeline, the sums of summable_digest() over all ranks of the world, on the ranks' device.
+  // In a pipeline, the sums over all ranks of the world of summable_digest() and, behind them, of
+  // MicroBatchDigests::summable(), on the ranks' device.
   at::Tensor stages = {};
-  comm::Communicator* world = nullptr;  // all ranks; outlives the comparison
+  std::shared_ptr<const MicroBatchDigests> micro_batches = {};  // in a pipeline of several ranks
+  comm::Communicator* world = nullptr;                          // all ranks; outlives the comparison
 };
 
 // Returns numbers that tell, once ranks have added them up, whether all of them have the same digest: float64 [4] on
@@ -122,8 +125,11 @@ class StepAgreement {
   // Whether settings differ among the ranks of the group, or of a pipeline. The numbers have come.
   bool settings_differ() const;
   bool stages_differ() const;
-  // Both throw where ranks differ: along this rank's axis in anything, among the others in settings. `updated` as of
-  // finish().
+  // Whether the first and the last stage of a pipeline took different micro-batches. The numbers have come.
+  bool micro_batches_differ() const;
+  at::Tensor sums_of_micro_batches() const;
+  // Both throw where ranks differ: along this rank's axis in anything, among the others in settings and, in a pipeline,
+  // in micro-batches. `updated` as of finish().
   void require_same_along_axis(bool updated) const;
   void require_same_settings(bool updated) const;
   [[noreturn]] void explain(const char* what) const;

@@ -1,0 +1,155 @@
+#include "engine/update/micro_batch_digests.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "comm/agreement.h"
+#include "core/check.h"
+#include "core/device/readback.h"
+#include "core/text_hash.h"
+#include "zero/value_digest.h"
+
+namespace ds::engine {
+namespace {
+
+constexpr size_t kKinds = 2;  // inputs and labels
+constexpr int64_t kLowBits = 0xFFFFFFFF;
+// Of floating-point numbers that two hosts have computed, relative to their magnitude; random draws differ by more.
+constexpr double kRounding = 1e-5;
+
+// The places of the numbers of one kind.
+struct DigestPlace {
+  enum : int64_t { kHas, kDigest, kSum, kMagnitude, kPlaces };
+};
+
+at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  const auto on_host = at::TensorOptions().dtype(at::kDouble);
+  if (tensors.empty() || !tensors.front().defined()) return at::zeros({DigestPlace::kPlaces}, on_host);
+  const auto options = on_host.device(tensors.front().device());
+  at::Tensor digest = at::zeros({1}, options.dtype(at::kLong));
+  at::Tensor sums = at::zeros({2}, options);
+  int64_t factor = 1;
+  for (const at::Tensor& tensor : tensors) {
+    factor += 2;  // tensors that have changed places differ
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized()) continue;
+    const std::string shape = cat(c10::toString(tensor.scalar_type()), tensor.sizes());
+    digest.add_(static_cast<int64_t>(fnv1a(shape) >> 32) * factor);
+    if (tensor.is_floating_point() || tensor.is_complex()) {
+      const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
+      sums.add_(zero::device_sums_of(real).to(options.device()), factor);
+    } else {
+      digest.add_(zero::device_digest_of(tensor).to(options.device()), factor);
+    }
+  }
+  return at::cat({at::ones({1}, options), digest.bitwise_and(kLowBits).to(at::kDouble), sums});
+}
+
+bool numbers_differ(const double* difference) {
+  return difference[DigestPlace::kDigest] != 0 ||
+         std::abs(difference[DigestPlace::kSum]) > kRounding * difference[DigestPlace::kMagnitude];
+}
+
+// What a rank tells of one kind of one micro-batch, once ranks differ.
+struct Told {
+  enum : size_t { kPipeline, kStage, kHas, kDigest, kSum, kMagnitude, kNumbers };
+};
+
+bool tells_other(const int64_t* first, const int64_t* last) {
+  if (first[Told::kStage] != 1 || last[Told::kStage] != -1 || first[Told::kPipeline] != last[Told::kPipeline] ||
+      first[Told::kHas] == 0 || last[Told::kHas] == 0) {
+    return false;
+  }
+  const auto value = [](const int64_t* told, size_t place) { return std::bit_cast<double>(told[place]); };
+  const double differences[] = {0, static_cast<double>(first[Told::kDigest] - last[Told::kDigest]),
+                                value(first, Told::kSum) - value(last, Told::kSum),
+                                value(first, Told::kMagnitude) + value(last, Told::kMagnitude)};
+  return numbers_differ(differences);
+}
+
+// "Ranks 0 and 1, ", the first pair that differs.
+std::string differing_ranks(const std::vector<int64_t>& told) {
+  const size_t ranks = told.size() / Told::kNumbers;
+  for (size_t first = 0; first < ranks; ++first) {
+    for (size_t last = 0; last < ranks; ++last) {
+      if (tells_other(told.data() + first * Told::kNumbers, told.data() + last * Told::kNumbers)) {
+        return cat("ranks ", first, " and ", last, ", ");
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+MicroBatchDigests::MicroBatchDigests(int micro_batches, Stage stage)
+    : stage_(stage),
+      rows_(kKinds * static_cast<size_t>(micro_batches),
+            at::zeros({DigestPlace::kPlaces}, at::TensorOptions().dtype(at::kDouble))) {}
+
+void MicroBatchDigests::see(const pipeline::MicroBatch& batch) {
+  if (stage_ == Stage::kOther || seen_ + kKinds > rows_.size()) return;
+  rows_[seen_++] = numbers_of(batch.inputs);
+  rows_[seen_++] = numbers_of(batch.labels);
+}
+
+at::Tensor MicroBatchDigests::summable(at::Device device) const {
+  const at::NoGradGuard no_grad;
+  const bool on_host = std::all_of(rows_.begin(), rows_.end(), [](const at::Tensor& row) { return row.is_cpu(); });
+  std::vector<at::Tensor> rows = rows_;
+  if (!on_host) {
+    for (at::Tensor& row : rows) row = row.is_cpu() ? sent_to(device, row) : row.to(device);
+  }
+  at::Tensor numbers = at::stack(rows);
+  // The last stage's are taken away from those of the first; magnitudes are added.
+  numbers.narrow(1, DigestPlace::kHas, DigestPlace::kMagnitude).mul_(static_cast<int>(stage_));
+  numbers = numbers.flatten();
+  return on_host ? sent_to(device, numbers) : numbers;
+}
+
+std::optional<size_t> MicroBatchDigests::first_difference(const at::Tensor& sums) const {
+  const auto* const numbers = sums.const_data_ptr<double>();
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const double* const of_row = numbers + i * static_cast<size_t>(DigestPlace::kPlaces);
+    if (of_row[DigestPlace::kHas] == 0 && numbers_differ(of_row)) return i;
+  }
+  return std::nullopt;
+}
+
+void MicroBatchDigests::require_same(const at::Tensor& sums, int pipeline, comm::Communicator& world, at::Device device,
+                                     const char* outcome) const {
+  const std::optional<size_t> place = first_difference(sums);
+  if (!place) return;
+  const at::Tensor own = rows_[*place].cpu();
+  const auto* const numbers = own.const_data_ptr<double>();
+  const auto bits = [&](int64_t at) { return std::bit_cast<int64_t>(numbers[at]); };
+  const std::vector<int64_t> told = comm::numbers_of_ranks(
+      world, device,
+      {pipeline, static_cast<int>(stage_), static_cast<int64_t>(numbers[DigestPlace::kHas]),
+       static_cast<int64_t>(numbers[DigestPlace::kDigest]), bits(DigestPlace::kSum), bits(DigestPlace::kMagnitude)},
+      "digests of a micro-batch");
+  throw UsageError(cat(
+      differing_ranks(told), "the first and the last stage of a pipeline took different ",
+      *place % kKinds == 0 ? "inputs" : "labels", " for micro-batch ", *place / kKinds,
+      " of the batch. Each asks its own source or dataset, and both have to get the same micro-batches: one of them "
+      "is ",
+      "trained on, and the other has its labels. Read by engine->communicator().rank(), the data-parallel rank, not "
+      "by ",
+      "the rank of the job, and draw random numbers from a generator that is seeded alike on both (by that rank and "
+      "the ",
+      "step, or by the number of the sample), not from the default one. A stage may leave out what it does not use: ",
+      "labels on the first, inputs on the last. ", outcome));
+}
+
+}  // namespace ds::engine
