@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "pipeline/placed_errors.h"
 #include "pipeline/stage_placement.h"
 
 namespace ds::pipeline {
@@ -311,22 +312,11 @@ bool PipelineModule::is_elsewhere(const std::string& name) const {
 Tensors PipelineModule::run_layers(size_t begin, size_t end, const Tensors& inputs, int stage) const {
   Tensors tensors = inputs;
   for (size_t i = begin; i < end; ++i) {
-    const auto where = [&] { return cat("stage ", stage, ", layer ", text_of_layer(i), ": "); };
     std::string given;
     for (const at::Tensor& tensor : tensors) given += cat(given.empty() ? "" : ", ", ds::describe(tensor));
-    try {
-      tensors = layers_[i].call(modules_[i].get(), tensors);
-    } catch (const CommError&) {
-      throw;
-    } catch (const std::bad_alloc&) {
-      throw;
-    } catch (const c10::OutOfMemoryError&) {
-      throw;
-    } catch (const c10::Error& error) {
-      throw UsageError(cat(where(), error.what_without_backtrace(), " (it was given ", given, ")"));
-    } catch (const std::exception& error) {
-      throw UsageError(cat(where(), error.what(), " (it was given ", given, ")"));
-    }
+    tensors = with_place([&] { return cat("stage ", stage, ", layer ", text_of_layer(i), ": "); },
+                         [&] { return cat(" (it was given ", given, ")"); },
+                         [&] { return layers_[i].call(modules_[i].get(), tensors); });
   }
   return tensors;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/memory/tensor_holders.h"
 #include "dsengine/comm.h"
 #include "pipeline/schedule/message_route.h"
 
@@ -70,6 +71,25 @@ MessageShapes shapes_of(const Tensors& tensors) {
     shapes.push_back({tensor.scalar_type(), tensor.requires_grad(), tensor.sizes().vec()});
   }
   return shapes;
+}
+
+void require_dense(const Tensors& tensors, const Printable& place) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const bool travels = tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested();
+    require(travels, place, ": output ", i, ": expected a dense tensor, which can be sent to another stage, found ",
+            !tensor.defined()    ? cat("an undefined one")
+            : tensor.is_nested() ? cat("a nested one")
+                                 : cat("one of layout ", tensor.layout()),
+            ". Leave it out of what the layer returns, give torch::empty({0}) in its place, or make it dense ",
+            "(to_dense())");
+  }
+}
+
+void require_unchanged(const at::Tensor& tensor, int64_t version, size_t position, const Printable& place) {
+  require(version_of(tensor) == version, place, ": tensor ", position, " was changed in place after it had been ",
+          "returned: expected version ", version, ", found ", version_of(tensor),
+          ". Another stage may still have to read it. Return a clone() of what a layer keeps and changes");
 }
 
 std::string text_of(const MessageShapes& shapes) {
@@ -151,21 +171,32 @@ std::string StageMessages::label(Content content, const Route& route) {
              route.micro_batch);
 }
 
-void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& label) {
-  while (!outgoing_.empty() && outgoing_.front().work.is_completed()) {
-    outgoing_.front().work.wait();
-    outgoing_.pop_front();
-  }
+void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& label, size_t position,
+                         std::string from) {
+  while (!outgoing_.empty() && outgoing_.front().work.is_completed()) end_oldest();
   const at::Tensor whole = tensor.contiguous();
-  outgoing_.push_back({whole, between_stages_->isend(whole, peer, 0, label)});
+  outgoing_.push_back({.tensor = whole.is_same(tensor) ? tensor : at::Tensor(),
+                       .whole = whole,
+                       .version = version_of(tensor),
+                       .position = position,
+                       .from = std::move(from),
+                       .work = between_stages_->isend(whole, peer, 0, label)});
+}
+
+void StageMessages::end_oldest() {
+  const Outgoing sent = std::move(outgoing_.front());
+  outgoing_.pop_front();
+  sent.work.wait();
+  if (sent.tensor.defined()) require_unchanged(sent.tensor, sent.version, sent.position, sent.from);
 }
 
 void StageMessages::finish() {
-  for (; !outgoing_.empty(); outgoing_.pop_front()) outgoing_.front().work.wait();
+  while (!outgoing_.empty()) end_oldest();
 }
 
 Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
   const bool mine = ranks_.rank() == root;
+  if (mine) require_dense(tensors, "the last stage, for all ranks (broadcast_logits)");
   const at::Tensor numbers =
       mine ? to_numbers(shapes_of(tensors), options_.device, "broadcast") : empty_numbers(options_.device);
   ranks_.broadcast(numbers, root, "shapes of a broadcast").wait();
@@ -192,7 +223,9 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
             "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape; where all of them have another ",
             "shape from a batch on, call reset_activation_shape() on all ranks before it");
   }
-  for (const at::Tensor& tensor : tensors) send(tensor.detach(), route.peer, what);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    send(tensors[i].detach(), route.peer, what, i, cat(what, ", made by ", layers));
+  }
   if (!at::GradMode::is_enabled()) return;
   MessageShapes& back = sent_[{route.stage, route.micro_batch}];
   std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back),
@@ -207,7 +240,7 @@ void StageMessages::send_gradient(const Route& route, const Tensors& of_inputs, 
   const std::string what = label(Content::kGradient, route);
   for (size_t i = 0; i < of_inputs.size(); ++i) {
     if (!of_inputs[i].requires_grad()) continue;
-    send(gradients[i].defined() ? gradients[i] : at::zeros_like(of_inputs[i]), route.peer, what);
+    send(gradients[i].defined() ? gradients[i] : at::zeros_like(of_inputs[i]), route.peer, what, i, what);
   }
 }
 

@@ -34,6 +34,13 @@ using MessageShapes = std::vector<MessageShape>;
 
 MessageShapes shapes_of(const Tensors& tensors);
 
+// Throws UsageError, which begins with `place`, for a tensor that cannot travel: one that is undefined, sparse or
+// nested.
+void require_dense(const Tensors& tensors, const Printable& place);
+// Throws UsageError, which begins with `place`, where tensor `position` was changed in place since it had `version`
+// (version_of()).
+void require_unchanged(const at::Tensor& tensor, int64_t version, size_t position, const Printable& place);
+
 // The shapes as text for messages: "Float [2, 3], Long [2]".
 std::string text_of(const MessageShapes& shapes);
 
@@ -86,8 +93,10 @@ class StageMessages {
     int micro_batch = 0;
     int peer = 0;  // the rank at the other end
   };
-  // Sends an activation, whose tensors may not be changed until finish(). `from`: the layers that made them, for error
-  // messages. Throws UsageError when their shapes differ from those of the first micro-batch.
+  // Sends an activation, whose memory nobody may write before finish(): the message is read while the stage computes
+  // on. `from`: the layers that made them, for error messages. Throws UsageError when their shapes differ from those of
+  // the first micro-batch. This and what is called later throw UsageError where a tensor was changed in place
+  // meanwhile.
   void send_activation(const Route& route, const Tensors& tensors, const Printable& from);
   // Begins to receive an activation.
   void begin_activation(const Route& route);
@@ -95,7 +104,8 @@ class StageMessages {
   // marked so.
   Tensors activation(const Route& route);
 
-  // Sends the gradients of those inputs that require one, in order; undefined ones as zeros.
+  // Sends the gradients of those inputs that require one, in order; undefined ones as zeros. Their memory is as that of
+  // an activation.
   void send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients);
   // Begins to receive the gradient of an activation, which this rank sends before it uses the gradient.
   void begin_gradient(const Route& route);
@@ -105,7 +115,7 @@ class StageMessages {
   // Returns copies of `tensors`, which `root` alone has, on all ranks. Collective.
   Tensors broadcast(const Tensors& tensors, int root);
 
-  // Waits until all that was sent has left. Throws CommError.
+  // Waits until all that was sent has left. Throws CommError, and UsageError as send_activation() does.
   void finish();
   // Forgets all agreed shapes, so that they may be others from the next batch on (reset_activation_shape of DeepSpeed),
   // and gives back the free buffers of these shapes.
@@ -128,13 +138,18 @@ class StageMessages {
     std::vector<comm::Work> works;
   };
   struct Outgoing {
-    at::Tensor tensor;
+    at::Tensor tensor;  // as it was given, and the memory that is sent
+    at::Tensor whole;
+    int64_t version = 0;  // of `tensor`, when it was given
+    size_t position = 0;  // among the tensors of the message
+    std::string from;     // the message and who made it
     comm::Work work;
   };
   using MessageKey = std::pair<Content, std::pair<int, int>>;  // stage, micro-batch
 
   static std::string label(Content content, const Route& route);
-  void send(const at::Tensor& tensor, int peer, const std::string& label);
+  void send(const at::Tensor& tensor, int peer, const std::string& label, size_t position = 0, std::string from = {});
+  void end_oldest();
   void begin(Content content, const Route& route);
   bool knows_shapes(const Incoming& message) const;
   void start(Incoming& message);

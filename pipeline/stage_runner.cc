@@ -6,11 +6,66 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 
 #include "core/check.h"
+#include "core/memory/storage_memory.h"
+#include "core/memory/tensor_holders.h"
 #include "core/tensor_check.h"
+#include "pipeline/placed_errors.h"
 
 namespace ds::pipeline {
+namespace {
+
+// What is behind a message about a micro-batch of which the source gave a part only.
+std::string without(const char* what) {
+  return cat("; the source gave no ", what, " for this micro-batch. One that is at its end begins again, or throws");
+}
+
+// Puts nothing behind a message.
+const char* nothing() { return ""; }
+
+// Makes copies of those tensors whose memory others can write: Note [Memory that others can write]. `given`: what the
+// stage was given for the micro-batch. `tensors` is the runner's only hold on them.
+void keep_apart(Tensors& tensors, const Tensors& given) {
+  const std::vector<bool> shared = find_shared(tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!shared[i]) continue;
+    const at::Tensor& tensor = tensors[i];
+    const bool passed_on = std::any_of(given.begin(), given.end(), [&](const at::Tensor& one) {
+      return one.defined() && one.has_storage() && is_same_storage(one.storage(), tensor.storage());
+    });
+    if (passed_on) continue;
+    const auto times = static_cast<size_t>(
+        std::count_if(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return one.is_same(tensor); }));
+    if (tensor.grad_fn() && tensor.use_count() <= times) continue;
+    tensors[i] = tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+  }
+}
+
+// Makes the memory of a micro-batch the runner's own, so that its source may use its own again. Throws UsageError for
+// undefined tensors.
+void take_over(MicroBatch& batch, const Printable& place) {
+  const auto inputs = static_cast<std::ptrdiff_t>(batch.inputs.size());
+  Tensors all = std::move(batch.inputs);
+  all.insert(all.end(), std::make_move_iterator(batch.labels.begin()), std::make_move_iterator(batch.labels.end()));
+  for (size_t i = 0; i < all.size(); ++i) {
+    const bool is_label = static_cast<std::ptrdiff_t>(i) >= inputs;
+    require(all[i].defined(), place, is_label ? "label " : "input ",
+            static_cast<std::ptrdiff_t>(i) - (is_label ? inputs : 0),
+            " is undefined: expected a tensor; leave it out, or give torch::empty({0}) in its place");
+  }
+  batch.labels.clear();
+  const std::vector<bool> shared = find_shared(all);
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (shared[i] || has_given_memory(all[i])) all[i] = all[i].clone();
+  }
+  batch.inputs.assign(std::make_move_iterator(all.begin()), std::make_move_iterator(all.begin() + inputs));
+  batch.labels.assign(std::make_move_iterator(all.begin() + inputs), std::make_move_iterator(all.end()));
+}
+
+}  // namespace
 
 // State of one batch.
 struct StageRunner::Run {
@@ -103,6 +158,7 @@ void StageRunner::do_action(Run& run, const Action& action) {
       backward_weight(run, action);
       break;
     case ActionKind::kSendActivation:
+      require_outputs_unchanged(stage, action.micro_batch, passing(), /*read=*/false);
       messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs,
                                 lazy([&] { return module_.describe(stage); }));
       if (run.schedule.training) {
@@ -133,79 +189,123 @@ void StageRunner::do_action(Run& run, const Action& action) {
 
 const MicroBatch& StageRunner::micro_batch(Run& run, int index) {
   // Batches come in order; the schedule may want them in another.
+  const int last = run.schedule.stages() - 1;
   for (; run.next_load <= index; ++run.next_load) {
-    run.loaded[run.next_load] = run.callbacks.next();
-    run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (here(run, run.schedule.stages() - 1) ? 1 : 0);
+    const auto place = [&] {
+      return cat("micro-batch ", run.next_load, ", source of stage ", here(run, 0) ? 0 : last, ": ");
+    };
+    MicroBatch batch = with_place(place, nothing, run.callbacks.next);
+    take_over(batch, lazy(place));
+    run.loaded[run.next_load] = std::move(batch);
+    run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (here(run, last) ? 1 : 0);
   }
   return run.loaded.at(index);
+}
+
+void StageRunner::use_up(Run& run, int micro_batch) {
+  if (--run.uses.at(micro_batch) == 0) run.loaded.erase(micro_batch);
+}
+
+// Returns what a stage is given for a micro-batch, as leaves.
+Tensors StageRunner::inputs_of(Run& run, const Action& action) {
+  const int stage = action.stage;
+  Tensors inputs;
+  if (stage == 0) {
+    for (const at::Tensor& input : micro_batch(run, action.micro_batch).inputs) inputs.push_back(input.detach());
+    use_up(run, action.micro_batch);
+  } else if (here(run, stage - 1)) {
+    const Key before = {stage - 1, action.micro_batch};
+    const Passing& passing = run.passing.at(before);
+    require_outputs_unchanged(stage - 1, action.micro_batch, passing, /*read=*/false);
+    for (const at::Tensor& output : passing.outputs) {
+      inputs.push_back(output.detach());
+      if (output.requires_grad()) inputs.back().set_requires_grad(true);
+    }
+    if (!run.schedule.training) run.passing.erase(before);
+  } else {
+    inputs = messages_.activation(route(run, action, stage - 1, stage - 1));
+    run.arrived = std::chrono::steady_clock::now();
+  }
+  return inputs;
 }
 
 void StageRunner::forward(Run& run, const Action& action) {
   const int stage = action.stage;
   const int last = run.schedule.stages() - 1;
   Passing& own = run.passing[{stage, action.micro_batch}];
-  const auto use_up = [&] {
-    if (--run.uses.at(action.micro_batch) == 0) run.loaded.erase(action.micro_batch);
-  };
-  if (stage == 0) {
-    for (const at::Tensor& input : micro_batch(run, action.micro_batch).inputs) own.inputs.push_back(input.detach());
-    use_up();
-  } else if (here(run, stage - 1)) {
-    const Key before = {stage - 1, action.micro_batch};
-    for (const at::Tensor& output : run.passing.at(before).outputs) {
-      own.inputs.push_back(output.detach());
-      if (output.requires_grad()) own.inputs.back().set_requires_grad(true);
-    }
-    if (!run.schedule.training) run.passing.erase(before);
-  } else {
-    own.inputs = messages_.activation(route(run, action, stage - 1, stage - 1));
-    run.arrived = std::chrono::steady_clock::now();
-  }
-  try {
-    own.outputs = module_.forward_stage(stage, own.inputs);
-  } catch (const UsageError& error) {
-    throw UsageError(cat("micro-batch ", action.micro_batch, ", ", error.what()));
-  }
+  own.inputs = inputs_of(run, action);
+  const bool nothing_given = stage == 0 && own.inputs.empty();
+  own.outputs = with_place([&] { return cat("micro-batch ", action.micro_batch, ", "); },
+                           [&] { return nothing_given ? without("inputs") : ""; },
+                           [&] { return module_.forward_stage(stage, own.inputs); });
   if (stage == last) {
-    const auto index = static_cast<size_t>(action.micro_batch);
-    if (run.keep_outputs) run.result.outputs[index] = own.outputs;
-    // Asked for also where there is no loss: sources of all calls are then at the same place.
-    const MicroBatch& batch = micro_batch(run, action.micro_batch);
-    if (run.with_loss) {
-      own.outputs = {loss(action.micro_batch, own.outputs, batch.labels)};
-      run.result.losses[index] = own.outputs[0].detach();
-    }
-    use_up();
+    finish_last(run, action, own);
+  } else {
+    require_dense(own.outputs, lazy([&] {
+                    return cat("micro-batch ", action.micro_batch, ", stage ", stage, ", ", module_.describe(stage));
+                  }));
   }
-  if (!run.schedule.training) {
-    own.inputs.clear();
-    if (stage == last) run.passing.erase({stage, action.micro_batch});
+  if (run.schedule.training) {
+    Tensors starts;
+    std::copy_if(own.outputs.begin(), own.outputs.end(), std::back_inserter(starts),
+                 [](const at::Tensor& output) { return output.requires_grad(); });
+    own.backward = std::make_unique<StageBackward>(starts, own.inputs);
+  } else if (stage == last) {
+    run.passing.erase({stage, action.micro_batch});
     return;
   }
-  if (stage == last) {
-    require(own.outputs[0].requires_grad(),
-            "pipeline: the loss has no graph: expected a tensor computed from trainable ", "parameters, found ",
-            describe(own.outputs[0]));
-    own.outputs = {run.callbacks.root(own.outputs[0])};
+  if (stage < last) {
+    keep_apart(own.outputs, own.inputs);
+    for (const at::Tensor& output : own.outputs) own.versions.push_back(version_of(output));
   }
-  Tensors starts;
-  std::copy_if(own.outputs.begin(), own.outputs.end(), std::back_inserter(starts),
-               [](const at::Tensor& output) { return output.requires_grad(); });
-  own.backward = std::make_unique<StageBackward>(starts, own.inputs);
+  if (!run.schedule.training) own.inputs.clear();
+}
+
+// Takes the outputs of the last layer to the loss, and that to where backward begins.
+void StageRunner::finish_last(Run& run, const Action& action, Passing& own) {
+  const auto index = static_cast<size_t>(action.micro_batch);
+  if (run.keep_outputs) {
+    run.result.outputs[index] = own.outputs;
+    own.outputs.clear();  // the only holder is found apart
+    keep_apart(run.result.outputs[index], own.inputs);
+    own.outputs = run.result.outputs[index];
+  }
+  // Asked for also where there is no loss: sources of all calls are then at the same place.
+  const MicroBatch& batch = micro_batch(run, action.micro_batch);
+  if (run.with_loss) {
+    own.outputs = {loss(action.micro_batch, own.outputs, batch.labels)};
+    run.result.losses[index] = own.outputs[0].detach();
+  }
+  use_up(run, action.micro_batch);
+  if (!run.schedule.training) return;
+  require(own.outputs[0].requires_grad(), "pipeline: the loss has no graph: expected a tensor computed from trainable ",
+          "parameters, found ", describe(own.outputs[0]));
+  own.outputs = {run.callbacks.root(own.outputs[0])};
 }
 
 at::Tensor StageRunner::loss(int micro_batch, const Tensors& outputs, const Tensors& labels) const {
-  at::Tensor loss;
-  try {
-    loss = module_.options().loss(outputs, labels);
-  } catch (const c10::Error& error) {
-    throw UsageError(cat("micro-batch ", micro_batch, ", loss: ", error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    throw UsageError(cat("micro-batch ", micro_batch, ", loss: ", error.what()));
-  }
+  const at::Tensor loss = with_place([&] { return cat("micro-batch ", micro_batch, ", loss: "); },
+                                     [&] { return labels.empty() ? without("labels") : ""; },
+                                     [&] { return module_.options().loss(outputs, labels); });
   require(loss.defined() && loss.numel() == 1, "micro-batch ", micro_batch, ": expected a scalar loss, found ",
           describe(loss), "; reduce it, for example with loss.mean()");
   return loss;
+}
+
+// `read`: the next stage has read them, and may have changed those without a gradient, as a layer may with its inputs.
+void StageRunner::require_outputs_unchanged(int stage, int micro_batch, const Passing& passing, bool read) const {
+  for (size_t i = 0; i < passing.outputs.size(); ++i) {
+    if (read && !passing.outputs[i].requires_grad()) continue;
+    require_unchanged(passing.outputs[i], passing.versions.at(i), i, lazy([&] {
+                        return cat("micro-batch ", micro_batch, ", output of stage ", stage, ", ",
+                                   module_.describe(stage));
+                      }));
+  }
+}
+
+std::string StageRunner::backward_place(const Action& action) const {
+  return cat("micro-batch ", action.micro_batch, ", backward of stage ", action.stage, ", ",
+             module_.describe(action.stage), ": ");
 }
 
 void StageRunner::backward(Run& run, const Action& action) {
@@ -216,6 +316,7 @@ void StageRunner::backward(Run& run, const Action& action) {
   if (stage == last) {
     gradients = {at::ones_like(own.outputs[0])};
   } else if (here(run, stage + 1)) {
+    require_outputs_unchanged(stage, action.micro_batch, own, /*read=*/true);
     Passing& next = run.passing.at({stage + 1, action.micro_batch});
     for (size_t i = 0; i < own.outputs.size(); ++i) {
       if (!own.outputs[i].requires_grad()) continue;
@@ -230,14 +331,21 @@ void StageRunner::backward(Run& run, const Action& action) {
   }
   own.outputs.clear();
   --run.passes_left;
-  if (action.kind == ActionKind::kBackwardInput && own.backward->can_split()) {
+  const bool splits = action.kind == ActionKind::kBackwardInput && own.backward->can_split();
+  const auto pass = [&] {
+    own.gradients =
+        with_place([&] { return backward_place(action); }, nothing,
+                   [&] { return splits ? own.backward->inputs_only(gradients) : own.backward->whole(gradients); });
+  };
+  if (splits) {
     ++run.passes_left;  // its weights are still to come
-    run.callbacks.inputs_only([&] { own.gradients = own.backward->inputs_only(gradients); });
-    return;
+    run.callbacks.inputs_only(pass);
+  } else {
+    run.callbacks.accumulate(action, run.passes_left == 0, pass);
+    own.backward.reset();
   }
-  run.callbacks.accumulate(action, run.passes_left == 0, [&] { own.gradients = own.backward->whole(gradients); });
-  own.backward.reset();
-  if (stage == 0) run.passing.erase({stage, action.micro_batch});
+  keep_apart(own.gradients, gradients);
+  if (!splits && stage == 0) run.passing.erase({stage, action.micro_batch});
 }
 
 void StageRunner::backward_weight(Run& run, const Action& action) {
@@ -246,7 +354,9 @@ void StageRunner::backward_weight(Run& run, const Action& action) {
   if (found == run.passing.end() || !found->second.backward) return;
   Passing& own = found->second;
   --run.passes_left;
-  run.callbacks.accumulate(action, run.passes_left == 0, [&] { own.backward->weights(); });
+  run.callbacks.accumulate(action, run.passes_left == 0, [&] {
+    with_place([&] { return backward_place(action); }, nothing, [&] { own.backward->weights(); });
+  });
   own.backward.reset();
   if (own.inputs.empty()) run.passing.erase(found);
 }

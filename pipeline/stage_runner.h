@@ -4,6 +4,16 @@
 // Sends and receives run beside the computation; a stage waits only for its own input. From its forward to the end of
 // its backward a micro-batch keeps the autograd graph of the stage. The values of outputs are dropped once they are
 // sent, and stay until backward where the next stage is on the same rank.
+//
+// Note [Memory that others can write]
+// What a stage returns, and the gradients of its inputs, are read after the call that made them: by a message under
+// way, by another stage of this rank. Meanwhile a layer may change what it keeps (a counter, a table, a state) in its
+// next forward, a function in its next backward, a source its buffer. So a tensor is copied where somebody else can
+// reach its memory: holds the tensor, its storage or the base of a view (find_shared()), or has given the memory
+// (from_blob). It is not copied where the memory is this micro-batch's alone, which costs the usual stage nothing:
+//   * what the stage was given for the micro-batch and passes on;
+//   * an output with a graph, if nobody else holds the tensor itself. Autograd may have saved it, which nobody can tell
+//     from a layer that has kept an alias. Its count of changes has to be the same once it was read; else UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -76,7 +86,8 @@ class StageRunner {
   // One micro-batch on its way through one stage.
   struct Passing {
     Tensors inputs;
-    Tensors outputs;  // backward needs their shapes, and the next stage on this rank their values
+    Tensors outputs;                // backward needs their shapes, and the next stage on this rank their values
+    std::vector<int64_t> versions;  // of the outputs, when the stage had returned them
     std::unique_ptr<StageBackward> backward;
     Tensors gradients;  // the inputs' gradients
   };
@@ -84,11 +95,16 @@ class StageRunner {
 
   Result run_batch(Run& run);
   void do_action(Run& run, const Action& action);
+  Tensors inputs_of(Run& run, const Action& action);
   void forward(Run& run, const Action& action);
+  void finish_last(Run& run, const Action& action, Passing& own);
   void backward(Run& run, const Action& action);
   void backward_weight(Run& run, const Action& action);
   const MicroBatch& micro_batch(Run& run, int index);
+  void use_up(Run& run, int micro_batch);
   at::Tensor loss(int micro_batch, const Tensors& outputs, const Tensors& labels) const;
+  void require_outputs_unchanged(int stage, int micro_batch, const Passing& passing, bool read) const;
+  std::string backward_place(const Action& action) const;
   StageMessages::Route route(const Run& run, const Action& action, int made_by, int neighbour) const;
   bool here(const Run& run, int stage) const;
   void record(const Action& action, std::chrono::steady_clock::time_point start);
