@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -86,20 +85,19 @@ void require_found_somewhere(const Assignment& assignment, const std::vector<zer
   std::string own = parameters.empty() ? "" : parameters.front().name;
   for (const std::string& name : assignment.unfound) own += '\n' + name;
   std::string example;
-  std::optional<std::set<std::string>> nowhere;
+  std::set<std::string> nowhere = assignment.unfound;
   for (const std::string& text : comm::texts_of_ranks(own, ranks.device, *ranks.world, "names of parameter groups")) {
     auto lines = classic_stream<std::istringstream>(text);
     std::string line;
     std::getline(lines, line);
     if (example.empty()) example = line;
     std::set<std::string> of_rank;
-    while (std::getline(lines, line)) {
-      if (!nowhere || nowhere->contains(line)) of_rank.insert(line);
-    }
-    nowhere = std::move(of_rank);
+    while (std::getline(lines, line)) of_rank.insert(line);
+    std::erase_if(nowhere, [&](const std::string& name) { return !of_rank.contains(name); });
   }
-  require(nowhere->empty(), nowhere->empty() ? std::string() : *nowhere->begin(), " matches no trainable parameter",
-          ranks.world->size() > 1 ? " of any stage" : "", "; names look like \"", example, "\"");
+  if (nowhere.empty()) return;
+  throw UsageError(
+      cat(*nowhere.begin(), " matches no trainable parameter of any stage; names look like \"", example, "\""));
 }
 
 // Gives the optimizer the mask of each group as flat masks of the group's buckets.
@@ -237,8 +235,9 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
   if (stages != nullptr) {
     require_found_somewhere(assignment, parameters.trainable, *stages, failure);
   } else {
-    require(assignment.unfound.empty(), assignment.unfound.empty() ? "" : *assignment.unfound.begin(),
-            " matches no trainable parameter; names look like \"", parameters.trainable.front().name, "\"");
+    require(assignment.unfound.empty(), lazy([&] { return *assignment.unfound.begin(); }),
+            " matches no trainable parameter; names look like \"",
+            lazy([&] { return parameters.trainable.front().name; }), "\"");
   }
   result.group_of = std::move(assignment.group_of);
   const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);

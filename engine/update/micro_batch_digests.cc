@@ -78,7 +78,7 @@ bool tells_other(const int64_t* first, const int64_t* last) {
   return numbers_differ(differences);
 }
 
-// "Ranks 0 and 1, ", the first pair that differs.
+// "ranks 0 and 1, ", the first pair that differs.
 std::string differing_ranks(const std::vector<int64_t>& told) {
   const size_t ranks = told.size() / Told::kNumbers;
   for (size_t first = 0; first < ranks; ++first) {
@@ -142,14 +142,11 @@ void MicroBatchDigests::require_same(const at::Tensor& sums, int pipeline, comm:
   throw UsageError(cat(
       differing_ranks(told), "the first and the last stage of a pipeline took different ",
       *place % kKinds == 0 ? "inputs" : "labels", " for micro-batch ", *place / kKinds,
-      " of the batch. Each asks its own source or dataset, and both have to get the same micro-batches: one of them "
-      "is ",
-      "trained on, and the other has its labels. Read by engine->communicator().rank(), the data-parallel rank, not "
-      "by ",
-      "the rank of the job, and draw random numbers from a generator that is seeded alike on both (by that rank and "
-      "the ",
-      "step, or by the number of the sample), not from the default one. A stage may leave out what it does not use: ",
-      "labels on the first, inputs on the last. ", outcome));
+      " of the batch. Each asks its own source or dataset, and both have to get the same micro-batches: the first ",
+      "has the inputs, the last one the labels. Read by engine->communicator().rank(), the data-parallel rank, not ",
+      "by the rank of the job. Draw random numbers from a generator that is seeded alike on both (by that rank and ",
+      "the step, or by the number of the sample), not from the default one. A stage may leave out what it does not ",
+      "use: labels on the first, inputs on the last. ", outcome));
 }
 
 }  // namespace ds::engine

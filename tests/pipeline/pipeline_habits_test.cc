@@ -102,7 +102,7 @@ struct Seen {
 
 // A layer that counts its forwards in a tensor, which it sends along, and notes the count that it was given.
 struct CountingImpl : torch::nn::Module {
-  CountingImpl(int place, std::shared_ptr<Seen> notes) : place(place), notes(std::move(notes)) {
+  CountingImpl(int at, std::shared_ptr<Seen> seen) : place(at), notes(std::move(seen)) {
     linear = register_module("linear", torch::nn::Linear(8, 8));
     fill_by_name(*this, "counting");
   }
