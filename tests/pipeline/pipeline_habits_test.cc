@@ -333,7 +333,7 @@ TEST(PipelineHabits, ErrorsInBackwardAndInTheSourceHaveAPlace) {
       return Tensors{h};
     });
     EXPECT_THAT(messages_of(job_of(layers, schedule))[1],
-                AllOf(HasSubstr("micro-batch 0, backward of stage 1, layers 2-3"), HasSubstr("bad gradient")));
+                AllOf(HasSubstr("micro-batch 0, backward of stage 1, layers 2 ("), HasSubstr("bad gradient")));
   }
   const Job job = job_of(std::vector<LayerSpec>(2, linear_layer()), "gpipe");
   run(job, [](Rank& rank) {
@@ -350,7 +350,7 @@ TEST(PipelineHabits, ErrorsInBackwardAndInTheSourceHaveAPlace) {
       EXPECT_THROW(std::rethrow_if_nested(error), std::out_of_range);
     }
   });
-  EXPECT_THAT(messages_of(job, [] { return MicroBatch(); })[0],
+  EXPECT_THAT(messages_of({.config = config_of(2, "1f1b", 1)}, [] { return MicroBatch(); })[0],
               AllOf(HasSubstr("micro-batch 0, stage 0, layer 0"), HasSubstr("the source gave no inputs"),
                     HasSubstr("at its end")));
 }
