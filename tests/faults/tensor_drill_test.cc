@@ -53,7 +53,7 @@ TEST_P(TensorDrill, AnotherBatchIsAnErrorThatNamesTheAxis) {
   const Outcome outcome = run("batch");
   EXPECT_EQ(outcome.exit_code, 1) << outcome.text;
   EXPECT_THAT(outcome.text,
-              AllOf(HasSubstr("step(): ranks 0 and 1 of one tensor axis have different losses. rank 0: step 3"),
+              AllOf(HasSubstr("step(): ranks 0 and 1 of one tensor axis got different batches. rank 0: step 3"),
                     HasSubstr("ranks of another tensor axis do not agree"), Not(HasSubstr("trained"))));
 }
 
