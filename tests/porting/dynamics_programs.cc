@@ -2,6 +2,7 @@
 // truncated backpropagation through time, and a network that is the fixed point of a step.
 #include <cmath>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tests/porting/trainer.h"
@@ -11,8 +12,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-// --- PPO: an actor and a critic with an engine each, GAE, several epochs over a rollout, a stop by the divergence
-// ------
+// --- PPO: an actor and a critic with an engine each, GAE, several epochs over a rollout, a stop by the divergence ---
 
 constexpr int64_t kPendulums = 8;
 constexpr int64_t kRollout = 12;
@@ -116,8 +116,7 @@ Losses train_ppo(const Trainer& trainer) {
   return losses;
 }
 
-// --- a surrogate of a solver, in float64 with the program's Adam and torch's StepLR
-// ------------------------------------
+// --- a surrogate of a solver, in float64 with the program's Adam and torch's StepLR ---------------------------------
 
 constexpr int64_t kPoints = 12;
 
@@ -164,8 +163,7 @@ Losses train_surrogate(const Trainer& trainer) {
   return losses;
 }
 
-// --- a neural ODE whose adjoint is an autograd function that calls autograd
-// --------------------------------------------
+// --- a neural ODE whose adjoint is an autograd function that calls autograd -----------------------------------------
 
 constexpr int kOdeSteps = 4;
 
@@ -231,8 +229,7 @@ Losses train_neural_ode(const Trainer& trainer) {
   return losses;
 }
 
-// --- truncated backpropagation through time: the hidden state goes on between steps
-// ------------------------------------
+// --- truncated backpropagation through time: the hidden state goes on between steps ---------------------------------
 
 constexpr int64_t kHidden = 16;
 constexpr int64_t kTimes = 6;
@@ -285,8 +282,18 @@ Losses train_tbptt(const Trainer& trainer) {
   return losses;
 }
 
-// --- an equilibrium network: a fixed point, its gradient by another one, and a spectral norm by power iterations
-// -------
+// --- an equilibrium network: a fixed point, its gradient by another one, and a spectral norm by power iterations ----
+
+// The result of `step` again and again until it stands still; each rank needs its own number of steps.
+template <class Step>
+at::Tensor fixed_point(at::Tensor z, const Step& step) {
+  constexpr int kMostSteps = 200;
+  for (int i = 0; i < kMostSteps; ++i) {
+    const at::Tensor last = std::exchange(z, step(z));
+    if ((z - last).abs().max().item<double>() <= 1e-13 * z.abs().max().item<double>()) break;
+  }
+  return z;
+}
 
 struct EquilibriumImpl : nn::Module {
   EquilibriumImpl() {
@@ -297,7 +304,7 @@ struct EquilibriumImpl : nn::Module {
     draw_weights(*this, 251);
     to(torch::kDouble);
   }
-  // The weight with a largest singular value of 0.8, by one more power iteration.
+  // The weight with a largest singular value of about 0.5, by one more power iteration.
   at::Tensor contraction() {
     at::Tensor left;
     {
@@ -306,30 +313,24 @@ struct EquilibriumImpl : nn::Module {
       direction.copy_(
           nn::functional::normalize(weight.t().matmul(left), nn::functional::NormalizeFuncOptions().dim(0)));
     }
-    return weight * (0.8 / left.dot(weight.matmul(direction.clone())));
+    return weight * (0.5 / left.dot(weight.matmul(direction.clone())));
   }
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor matrix = contraction();
     const at::Tensor injected = inject(x);
     const auto next = [&](const at::Tensor& z) { return torch::tanh(torch::linear(z, matrix) + injected); };
-    at::Tensor z = torch::zeros_like(injected);
+    at::Tensor z;
     {
-      const torch::NoGradGuard no_grad;  // each rank needs its own number of steps
-      for (at::Tensor last = z + 1; (z - last).abs().max().item<double>() > 1e-14;) {
-        last = z;
-        z = next(z);
-      }
+      const torch::NoGradGuard no_grad;
+      z = fixed_point(torch::zeros_like(injected), next);
     }
     const at::Tensor begin = z.detach().requires_grad_();
     const at::Tensor end = next(begin);
     const at::Tensor result = next(z.detach());
     result.register_hook([begin, end](const at::Tensor& gradient) {
-      at::Tensor sum = gradient;
-      for (at::Tensor last = sum + 1; (sum - last).abs().max().item<double>() > 1e-16;) {
-        last = sum;
-        sum = gradient + torch::autograd::grad({end}, {begin}, {sum}, /*retain_graph=*/true)[0];
-      }
-      return sum;
+      return fixed_point(gradient, [&](const at::Tensor& sum) {
+        return gradient + torch::autograd::grad({end}, {begin}, {sum}, /*retain_graph=*/true)[0];
+      });
     });
     return out(result);
   }

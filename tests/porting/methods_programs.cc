@@ -14,8 +14,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-// --- CLIP: two towers, the embeddings of all ranks gathered with their gradient
-// ----------------------------------------
+// --- CLIP: two towers, the embeddings of all ranks gathered with their gradient -------------------------------------
 
 struct GatherRows : torch::autograd::Function<GatherRows> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& rows,
@@ -75,8 +74,7 @@ Losses train_clip(const Trainer& trainer) {
   return losses;
 }
 
-// --- a graph network: graphs of other sizes on each rank, of which one has no label at all
-// -----------------------------
+// --- a graph network: graphs of other sizes on each rank, of which one has no label at all --------------------------
 
 struct GraphNetImpl : nn::Module {
   GraphNetImpl() {
@@ -127,8 +125,7 @@ Losses train_graph_net(const Trainer& trainer) {
   return losses;
 }
 
-// --- MAML of second order: inner steps by autograd, a functional forward
-// -----------------------------------------------
+// --- MAML of second order: inner steps by autograd, a functional forward --------------------------------------------
 
 Losses train_maml(const Trainer& trainer) {
   nn::Sequential net(nn::Linear(1, 16), nn::Tanh(), nn::Linear(16, 1));
@@ -163,8 +160,7 @@ Losses train_maml(const Trainer& trainer) {
   return losses;
 }
 
-// --- DLRM: sparse tables with Adagrad, dense layers with AdamW, one loss
-// -----------------------------------------------
+// --- DLRM: sparse tables with Adagrad, dense layers with AdamW, one loss --------------------------------------------
 
 constexpr int64_t kTables = 2;
 constexpr int64_t kRows = 50;
@@ -207,8 +203,7 @@ Losses train_dlrm(const Trainer& trainer) {
   return losses;
 }
 
-// --- a normalizing flow: ActNorm sets its parameters from the first batch, in forward
-// ----------------------------------
+// --- a normalizing flow: ActNorm sets its parameters from the first batch, in forward -------------------------------
 
 struct ActNormImpl : nn::Module {
   explicit ActNormImpl(const Trainer& job) : trainer(job) {
@@ -272,8 +267,7 @@ Losses train_flow(const Trainer& trainer) {
   return losses;
 }
 
-// --- conflicting tasks: gradients projected on one another (PCGrad), weights by uncertainty, a part frozen in turn
-// -----
+// --- conflicting tasks: gradients projected on one another (PCGrad), weights by uncertainty, a part frozen in turn --
 
 struct TasksImpl : nn::Module {
   TasksImpl() {
@@ -342,8 +336,7 @@ Losses train_tasks(const Trainer& trainer) {
   return losses;
 }
 
-// --- cross-validation of quantiles: an engine for each fold, one after the other, and a loss with its own gradient
-// -----
+// --- cross-validation of quantiles: an engine for each fold, one after the other, and a loss with its own gradient --
 
 struct Pinball : torch::autograd::Function<Pinball> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& found,

@@ -81,7 +81,7 @@ TEST_P(Programs, TrainAsThePlainLoop) {
   const auto [known, is_new] = plain.try_emplace({place, world});
   if (is_new) known->second = program.train_plainly(world);
   const Losses& expected = known->second;
-  const auto [low, high] = std::minmax_element(expected.begin(), expected.end());
+  const auto [low, high] = std::minmax_element(expected.begin(), expected.end() - 1);  // the last may be of weights
   ASSERT_GT(*high - *low, 1e-3) << "the losses say nothing of the training";
   const double found = distance(train_on_ranks(program.train_on_engine, world, stage), expected);
   RecordProperty("distance", std::to_string(found));

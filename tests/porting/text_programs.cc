@@ -1,5 +1,7 @@
 // Programs about sequences: distillation, adapters on frozen weights, translation with padding, experts by hand, speech
 // recognition, and training on preferences.
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,8 +17,7 @@ namespace nn = torch::nn;
 
 constexpr int64_t kVocabulary = 20;
 
-// --- distillation: a teacher that is evaluated only, two backward passes, and the config's StepLR
-// ----------------------
+// --- distillation: a teacher that is evaluated only, two backward passes, and the config's StepLR -------------------
 
 struct TaggerImpl : nn::Module {
   TaggerImpl(int64_t width, uint64_t seed) {
@@ -77,8 +78,7 @@ Losses distill(const Trainer& trainer) {
   return losses;
 }
 
-// --- LoRA: the base is frozen, and the file has the adapters alone
-// -----------------------------------------------------
+// --- LoRA: the base is frozen, and the file has the adapters alone --------------------------------------------------
 
 struct AdaptedLinearImpl : nn::Module {
   AdaptedLinearImpl(int64_t inputs, int64_t outputs) {  // [in, out], as Hugging Face's GPT-2 has it
@@ -139,8 +139,7 @@ Losses train_adapters(const Trainer& trainer) {
   return losses;
 }
 
-// --- translation: padding, other lengths on each rank and in each micro-batch, the loss per token
-// ----------------------
+// --- translation: padding, other lengths on each rank and in each micro-batch, the loss per token -------------------
 
 struct TranslatorImpl : nn::Module {
   TranslatorImpl() {
@@ -214,8 +213,7 @@ Losses train_translator(const Trainer& trainer) {
   return losses;
 }
 
-// --- experts by hand: each rank runs those that its tokens have chosen
-// ------------------------------------------------
+// --- experts by hand: each rank runs those that its tokens have chosen ----------------------------------------------
 
 constexpr int64_t kExperts = 4;
 
@@ -268,8 +266,7 @@ Losses train_experts(const Trainer& trainer) {
   return losses;
 }
 
-// --- speech: a bidirectional LSTM and the CTC loss over recordings and texts of different lengths
-// ----------------------
+// --- speech: a bidirectional LSTM and the CTC loss over recordings and texts of different lengths -------------------
 
 struct RecognizerImpl : nn::Module {
   RecognizerImpl() {
@@ -310,8 +307,7 @@ Losses train_recognizer(const Trainer& trainer) {
   return losses;
 }
 
-// --- direct preference optimization: two answers, the policy, and a reference that it begins as
-// ------------------------
+// --- direct preference optimization: two answers, the policy, and a reference that it begins as ---------------------
 
 struct WriterImpl : nn::Module {
   WriterImpl() {

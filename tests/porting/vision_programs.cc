@@ -1,5 +1,6 @@
 // Programs about images: diffusion with averaged weights, a vision transformer (alone and as a pipeline), a variational
 // autoencoder with BatchNorm, inference in 16 bits, and a masked autoencoder.
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -28,8 +29,7 @@ at::Tensor blobs(int64_t count, uint64_t seed) {
   return (blob(0) + blob(2)).unsqueeze(1);
 }
 
-// --- diffusion: a U-Net, accumulation, clipping, and averaged weights that are swapped in for samples
-// ------------------
+// --- diffusion: a U-Net, accumulation, clipping, and averaged weights that are swapped in for samples ---------------
 
 constexpr int64_t kNoiseLevels = 20;
 
@@ -119,8 +119,7 @@ Losses train_diffusion(const Trainer& trainer) {
   return losses;
 }
 
-// --- a vision transformer
-// ---------------------------------------------------------------------------------------------
+// --- a vision transformer -------------------------------------------------------------------------------------------
 
 constexpr int64_t kWidth = 16;
 constexpr int kBlocks = 2;
@@ -212,7 +211,10 @@ Losses train_vit_in_a_pipeline(comm::Communicator& communicator, const Config& z
   for (int i = 0; i < kBlocks; ++i) layers.push_back(LayerSpec::of<VitBlock>(i).named("block" + std::to_string(i)));
   layers.push_back(LayerSpec::of<VitHead>());
   const int stages = std::min(2, communicator.size());
-  const Recipe recipe{.clip_norm = 1.0, .accumulation = 2, .keys = {{"pipeline", {{"stages", stages}}}}};
+  const Recipe recipe{.clip_norm = 1.0,
+                      .accumulation = 2,
+                      .keys = {{"train_micro_batch_size_per_gpu", kGlobalBatch * stages / communicator.size() / 2},
+                               {"pipeline", {{"stages", stages}}}}};
   const auto net = std::make_shared<pipeline::PipelineModule>(layers, pipeline::PipelineOptions{.loss = cross_entropy});
   const auto engine = start(net, Trainer(communicator, zero).config(recipe), communicator).engine;
   Losses losses;
@@ -228,13 +230,13 @@ Losses train_vit_in_a_pipeline(comm::Communicator& communicator, const Config& z
     losses.push_back(engine->train_batch(next).item<double>());
   }
   double weights = 0;
-  for (const auto& [name, weight] : engine->fp32_state_dict()) weights += weight.abs().sum().item<double>();
+  for (const auto& [name, weight] : engine->fp32_state_dict())
+    weights += weight.to(torch::kDouble).abs().sum().item<double>();
   losses.push_back(weights * stages);  // the mean over ranks is the model's
   return losses;
 }
 
-// --- a variational autoencoder with BatchNorm over all ranks
-// ----------------------------------------------------------
+// --- a variational autoencoder with BatchNorm over all ranks --------------------------------------------------------
 
 struct VaeImpl : nn::Module {
   VaeImpl() {
@@ -284,8 +286,7 @@ Losses train_vae(const Trainer& trainer) {
   return losses;
 }
 
-// --- inference by another program, in several precisions, from a file of 16 or 32 bits
-// ---------------------------------
+// --- inference by another program, in several precisions, from a file of 16 or 32 bits ------------------------------
 
 struct ClassifierImpl : nn::Module {
   ClassifierImpl() {
@@ -374,8 +375,7 @@ Losses train_in_bf16_and_infer(const Trainer& trainer) {
   return result;
 }
 
-// --- a masked autoencoder: patches in an order that is drawn, most of them hidden, and one weight used twice
-// -----------
+// --- a masked autoencoder: patches in an order that is drawn, most of them hidden, and one weight used twice --------
 
 constexpr int64_t kPatches = 16;
 constexpr int64_t kShown = 4;
