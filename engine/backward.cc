@@ -161,6 +161,10 @@ at::Tensor backward_of_sum(Engine::Impl& engine, const at::Tensor& sum, double c
   require_graph(sum, "sum");
   require(std::isfinite(count) && count >= 0, "backward_mean(): count: expected the number of tokens that are in the ",
           "sum, 0 or more, found ", count);
+  require(!(engine.state.gradients.reduction && engine.state.plan.error_feedback),
+          "backward_mean(): the compression of ",
+          "gradients keeps errors from step to step (error_feedback), whose weight would follow the counts: expected ",
+          "error_feedback off, or backward() with the mean");
   require_backward(engine, /*counted=*/true);
   const Phases::Scope phase(engine.phases, "backward_mean");
   const Autocast::Pause pause(engine.state.ranks.device.type());

@@ -93,6 +93,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
     warn_of_own_schedule(self, rates);
   }
   self.watch->renew();
+  self.scaled_backward->counts().forget();  // also of a first micro-batch that failed
   self.accumulation_begins(/*restarted=*/true);
   return loaded;
 }
@@ -109,6 +110,7 @@ WeightsReport Engine::load_weights(const std::string& path, bool strict) {
   WeightsReport report = engine::load_weights(self.state, self.order.consistency, {path, strict});
   self.settings->forget_values();
   self.watch->renew();
+  self.scaled_backward->counts().forget();
   self.accumulation_begins(/*restarted=*/true);
   return report;
 }
@@ -121,6 +123,7 @@ std::string Engine::save_weights(const std::string& path, const SaveWeightsOptio
   require(self.state.pipeline_ranks() == 1, "save_weights: no rank of a pipeline has all layers; expected ",
           "save_checkpoint() with exclude_frozen_parameters, and then `ds-tool checkpoint convert`");
   self.order.require(Call::kSaveWeights);
+  if (options.masters) self.order.scopes.require_own_weights("save_weights() with masters");
   const Phases::Scope phase(self.phases, "save_weights");
   self.named([&] { self.step->judge_late(); });
   self.synchronize();

@@ -80,6 +80,9 @@ void EmaScope::restore() noexcept {
   attempt([&] { impl.watch->look("the end of an EmaScope"); });  // throws for what the program has changed
   attempt([&] { state.access->take_changed(); });                // else slices would take it over later
   const bool restored = attempt([&] {
+    require(impl.order.scopes.gathers() == 0,
+            "a scope of gathered_parameters() that began in it is still open: expected ",
+            "its end before that of the EmaScope. Load a checkpoint to go on");
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(own_[b]); });
     }

@@ -68,7 +68,6 @@ void Adagrad::update_all(const std::vector<SliceUpdate>& slices, const StepScale
 
 void Adagrad::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
   Slice& slice = slices_.at(static_cast<size_t>(index));
-  require_row_wise(name(), step_group(slice));
   update_in_rows(slice, {&sum_[static_cast<size_t>(index)]}, gradients,
                  [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
 }

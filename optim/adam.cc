@@ -122,7 +122,6 @@ GroupOptions Adam::options_of(const Slice& slice) const {
 void Adam::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
   ensure(rule_.lazy, "Adam moves rows without a gradient, SparseAdam does not");
   Slice& slice = slices_.at(static_cast<size_t>(index));
-  require_row_wise(name(), step_group(slice));
   AdamStates& own = states_[static_cast<size_t>(index)];
   update_in_rows(slice, {&own.exp_avg, &own.exp_avg_sq}, gradients,
                  [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });

@@ -119,11 +119,18 @@ void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double g
   step_on(index, wide);
 }
 
+void ClientOptimizer::begin_step() {
+  for (const Slice& own : slices_) {
+    if (own.row_width == 0 || !kind_of(own)) continue;
+    require_row_wise(name(), group_options_of(client_->param_groups()[static_cast<size_t>(own.group)].options()));
+  }
+  SliceOptimizer::begin_step();
+}
+
 // Also without a row: the optimizer counts its steps, and ranks compare these.
 void ClientOptimizer::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
   const Slice& own = slice(index);
   if (!kind_of(own)) return;
-  require_row_wise(name(), group_options_of(client_->param_groups()[static_cast<size_t>(own.group)].options()));
   const at::NoGradGuard no_grad;
   if (gradient_scale != 1.0) gradients.values.mul_(gradient_scale);
   step_on(index, at::_sparse_coo_tensor_unsafe(gradients.rows.unsqueeze(0), gradients.values, leaf(index).sizes(),

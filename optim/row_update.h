@@ -23,8 +23,7 @@ class RowOptimizer {
  public:
   virtual ~RowOptimizer() = default;
   // Updates the rows of a slice that has a row_width, in place of SliceOptimizer::update(): weights and states of all
-  // other rows stay as they are, and the cost is that of `gradients`. Throws UsageError for a group that has a momentum
-  // or weight decay by now, which would move all rows.
+  // other rows stay as they are, and the cost is that of `gradients`.
   virtual void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) = 0;
 };
 

@@ -79,7 +79,6 @@ void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scal
 
 void Sgd::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
   Slice& slice = slices_.at(static_cast<size_t>(index));
-  require_row_wise(name(), step_group(slice));
   update_in_rows(slice, {}, gradients, [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
 }
 

@@ -11,6 +11,7 @@
 #include "core/tensor_check.h"
 #include "optim/chunked_update.h"
 #include "optim/device_update.h"
+#include "optim/row_update.h"
 
 namespace ds::optimizers {
 namespace {
@@ -52,6 +53,9 @@ const GroupOptions& SliceOptimizer::step_group(const Slice& slice) const {
 at::Tensor SliceOptimizer::weights(int64_t index) { return slice(index).master; }
 
 void SliceOptimizer::begin_step() {
+  for (const Slice& slice : slices_) {
+    if (slice.row_width > 0) require_row_wise(name(), groups_[static_cast<size_t>(slice.group)]);
+  }
   ++step_count_;
   step_groups_ = groups_;
 }

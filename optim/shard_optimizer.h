@@ -102,6 +102,7 @@ class SliceOptimizer : public ShardOptimizer {
   const Slice& slice(int64_t index) const;
 
   // Begins an optimizer step; called once, before the updates of all slices, which use the groups as they are now.
+  // Throws UsageError, with nothing changed, for a group of row-wise tables that has a momentum or weight decay by now.
   virtual void begin_step();
   // Whether the step that comes next takes this rank's own gradient of the whole bucket, which nobody has reduced, in
   // place of the slice of the mean over ranks.

@@ -44,7 +44,7 @@ at::Tensor device_projection_of(const at::Tensor& values) {
   // Of squares: a chirp, which has all frequencies, so that smooth values in another order have another projection.
   constexpr double kFrequency = 2.399963;
   const at::Tensor weights = at::arange(1, sample.numel() + 1, sample.options()).square_().mul_(kFrequency).sin_();
-  const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-30);  // 0 / 1e-30 where all are zeros
+  const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-6);  // less counts as zeros
   return (sample * weights).sum() / magnitude + (magnitude / static_cast<double>(sample.numel())).log();
 }
 

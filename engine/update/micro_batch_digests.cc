@@ -28,15 +28,17 @@ constexpr int64_t kLowBits = 0xFFFFFFFF;
 // Of floating-point numbers that two hosts have computed, relative to their magnitude; random draws differ by more.
 constexpr double kRounding = 1e-5;
 
-// The places of the numbers of one kind.
+// The places of the numbers of one kind. Of the last stage all up to kMagnitude are taken away.
 struct DigestPlace {
-  enum : int64_t { kHas, kDigest, kSum, kMagnitude, kPlaces };
+  enum : int64_t { kHas, kDigest, kSum, kMagnitude, kGiven, kPlaces };
 };
 
 at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   const auto on_host = at::TensorOptions().dtype(at::kDouble);
-  if (tensors.empty() || !tensors.front().defined()) return at::zeros({DigestPlace::kPlaces}, on_host);
+  // A source that leaves a tensor out may give an empty one in its place.
+  const auto left_out = [](const at::Tensor& tensor) { return !tensor.defined() || tensor.numel() == 0; };
+  if (std::all_of(tensors.begin(), tensors.end(), left_out)) return at::zeros({DigestPlace::kPlaces}, on_host);
   const auto options = on_host.device(tensors.front().device());
   at::Tensor digest = at::zeros({1}, options.dtype(at::kLong));
   at::Tensor sums = at::zeros({2}, options);
@@ -53,7 +55,8 @@ at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
       digest.add_(zero::device_digest_of(tensor).to(options.device()), factor);
     }
   }
-  return at::cat({at::ones({1}, options), digest.bitwise_and(kLowBits).to(at::kDouble), sums});
+  const at::Tensor one = at::ones({1}, options);
+  return at::cat({one, digest.bitwise_and(kLowBits).to(at::kDouble), sums, one});
 }
 
 bool numbers_differ(const double* difference) {
@@ -120,9 +123,12 @@ at::Tensor MicroBatchDigests::summable(at::Device device) const {
 
 std::optional<size_t> MicroBatchDigests::first_difference(const at::Tensor& sums) const {
   const auto* const numbers = sums.const_data_ptr<double>();
+  const auto row = [&](size_t i) { return numbers + i * static_cast<size_t>(DigestPlace::kPlaces); };
+  const auto compared = [&](size_t i) { return row(i)[DigestPlace::kHas] == 0 && row(i)[DigestPlace::kGiven] > 0; };
   for (size_t i = 0; i < rows_.size(); ++i) {
-    const double* const of_row = numbers + i * static_cast<size_t>(DigestPlace::kPlaces);
-    if (of_row[DigestPlace::kHas] == 0 && numbers_differ(of_row)) return i;
+    // The last stage reads no inputs. Where labels are the same, it may have drawn inputs of its own.
+    if (i % kKinds == 0 && compared(i + 1)) continue;
+    if (compared(i) && numbers_differ(row(i))) return i;
   }
   return std::nullopt;
 }

@@ -15,7 +15,8 @@
 namespace ds::engine {
 
 // The digests of one batch that this rank took. Ranks add them up with numbers that they exchange anyway. What one of
-// the two stages leaves out, such as labels on the first one, is not compared. Values that are floating-point numbers
+// the two stages leaves out, such as labels on the first one, is not compared; nor are inputs where labels are, since a
+// dataset may draw noise for the inputs, of which the last stage reads none. Values that are floating-point numbers
 // may differ by rounding.
 class MicroBatchDigests {
  public:
@@ -39,7 +40,7 @@ class MicroBatchDigests {
 
   Stage stage_;
   size_t seen_ = 0;
-  std::vector<at::Tensor> rows_;  // float64 [4] of inputs, then of labels, of each micro-batch
+  std::vector<at::Tensor> rows_;  // float64 [5] of inputs, then of labels, of each micro-batch
 };
 
 }  // namespace ds::engine

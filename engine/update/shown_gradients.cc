@@ -1,9 +1,5 @@
 #include "engine/update/shown_gradients.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/empty.h>
-
 #include <string>
 
 #include "core/check.h"
@@ -35,16 +31,12 @@ at::Tensor alias_of(const at::Tensor& flat, const Segment& segment, const at::Te
   return alias;
 }
 
-// The reduced rows of a row-wise table, as torch has the gradient of a sparse layer.
-at::Tensor sparse_alias(const at::Tensor& rows) {
-  return at::_sparse_coo_tensor_unsafe(rows._indices(), rows._values(), rows.sizes(), rows.options(),
-                                       /*is_coalesced=*/true);
-}
+// LibTorch's clip_grad_norm_() multiplies `.grad().data()`, which of a sparse tensor is a copy: nothing would be
+// clipped.
+constexpr const char* kIsRows = "it is kept as the rows of a sparse table";
 
-// The identity of the memory of a gradient; of a sparse one, that of its values.
 const void* memory_of(const at::Tensor& gradient) {
-  const at::Tensor& values = gradient.is_sparse() ? gradient._values() : gradient;
-  return values.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return gradient.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
 }  // namespace
@@ -70,8 +62,8 @@ void ShownGradients::show(After pass, const char* factor) {
   showing_ = true;
   shown_.assign(state_.parameters.size(), at::Tensor());
   memory_.assign(shown_.size(), nullptr);
+  changeable_.assign(shown_.size(), false);
   const char* const reason = reason_against(pass, factor);
-  readable_ = reason == nullptr;
   if (!reason) finish_gradients(state_);
   const CheckTime::Scope time;
   show_split(reason);
@@ -81,9 +73,9 @@ void ShownGradients::show(After pass, const char* factor) {
       const auto i = static_cast<size_t>(segment.parameter);
       const at::Tensor& tensor = state_.parameters[i].tensor;
       if (!tensor.requires_grad()) continue;
-      shown_[i] = reason                  ? stand_in(i, reason)
-                  : state_.is_row_wise(b) ? sparse_alias(flat)
-                                          : alias_of(flat, segment, tensor);
+      const char* const against = reason == nullptr && state_.is_row_wise(b) ? kIsRows : reason;
+      shown_[i] = against ? stand_in(i, against) : alias_of(flat, segment, tensor);
+      changeable_[i] = against == nullptr;
       memory_[i] = memory_of(shown_[i]);
       tensor.mutable_grad() = shown_[i];
     }
@@ -141,7 +133,7 @@ uint64_t ShownGradients::take_back() {
   for (size_t i = 0; i < shown_.size(); ++i) {
     if (!shown_[i].defined()) continue;
     // The version of a stand-in says nothing: it has no memory and stays from step to step.
-    if (readable_) changes += static_cast<uint64_t>(shown_[i]._version());
+    if (changeable_[i]) changes += static_cast<uint64_t>(shown_[i]._version());
     state_.parameters[i].tensor.mutable_grad().reset();
     shown_[i].reset();
   }

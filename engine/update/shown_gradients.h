@@ -29,8 +29,7 @@ class ShownGradients {
     kLastGradient  // the last pass of a step, which reduces
   };
   // Sets .grad after a pass. `factor`: what the gradients are still multiplied by, for the message, a literal; null:
-  // nothing. Waits for the reductions where reduced
-  // gradients are shown.
+  // nothing. Waits for the reductions where reduced gradients are shown.
   void show(After pass, const char* factor);
   // Throws UsageError where .grad of a parameter is not what was shown. `call`: the function for the message.
   void require_untouched(const char* call) const;
@@ -45,9 +44,9 @@ class ShownGradients {
 
   const ModelState& state_;
   bool showing_ = false;
-  bool readable_ = false;            // gradients are shown, not stand-ins
   std::vector<at::Tensor> shown_;    // by parameter; undefined: nothing
   std::vector<const void*> memory_;  // their storages
+  std::vector<bool> changeable_;     // which are gradients, not stand-ins
   // The stand-ins by reason (a literal) and parameter, kept from step to step.
   std::map<const char*, std::vector<at::Tensor>> stand_ins_;
   std::vector<at::Tensor> split_stand_ins_;  // of the module's split parameters, with the first reason there was

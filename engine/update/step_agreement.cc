@@ -346,11 +346,13 @@ void StepAgreement::require_same_along_axis(bool updated) const {
 }
 
 void StepAgreement::require_same_settings(bool updated) const {
+  // What all ranks of the world find alike, and explain together, comes first.
   if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
+  if (micro_batches_differ()) {
+    facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,
+                                       updated ? "The step was applied" : "Nothing was applied");
+  }
   if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
-  if (!micro_batches_differ()) return;
-  facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,
-                                     updated ? "The step was applied" : "Nothing was applied");
 }
 
 bool StepAgreement::settings_differ() const {

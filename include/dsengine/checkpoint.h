@@ -75,7 +75,8 @@ struct LoadOptions {
   bool load_lr_scheduler_states = true;  // false: the schedule stays where it is
   bool load_module_only = false;         // loads weights and buffers alone; a moving average begins with the weights
   // Gives each rank the SaveOptions::rank_state of its number. UsageError where the checkpoint has any and was saved
-  // by another number of ranks, of pipeline stages or of tensor ranks. false: none is given.
+  // by another number of ranks, of pipeline stages or of tensor ranks. None is given where this is false or
+  // load_module_only.
   bool load_rank_state = true;
 };
 

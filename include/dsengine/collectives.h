@@ -11,9 +11,10 @@
 // are off. Gradients of gradients are right, too.
 //
 // Every rank of `group` makes the same calls in the same order, with a graph that runs the same backward: a rank that
-// leaves its result out of its loss multiplies it by 0. `group` outlives the graph. It is engine->communicator(), a
-// group of a mesh, or one that Communicator::new_group() has made; on the CPU and with NCCL on a GPU. Shapes and dtypes
-// are the same on all ranks, but for the rows of all_to_all(). Over shared memory, and where ranks are watched
+// leaves its result out of its loss multiplies it by 0. `group` outlives the graph. It is engine->communicator()
+// where every trained parameter gets a gradient on every rank (the engine reduces over it in the same pass), a group of
+// a mesh, or one that Communicator::new_group() has made; on the CPU and with NCCL on a GPU. Shapes and dtypes are the
+// same on all ranks, but for the rows of all_to_all(). Over shared memory, and where ranks are watched
 // (docs/failures.md), ranks that differ get a CommError that names both operations; rows of all_to_all() that do not
 // fit one another are told over shared memory alone. A tensor that is split over a tensor axis is taken as a full one.
 // UsageError for an undefined tensor, or one without a dimension to cut or join.

@@ -47,10 +47,10 @@ struct EmaOptions {
 
 // Shows the averaged weights, rounded to the model's dtype, in the model's parameters while it lives, at every stage.
 // Buffers stay as they are. Forward passes, eval_batch(), module_state_dict(), save_16bit_model() and scopes of
-// gathered_parameters() without a modifier rank work as usual. Calls that train, save or load, or read or set masters,
-// are a UsageError, as is a parameter that the program changes meanwhile. A graph that was made before the scope, or
-// inside, is refused by autograd after it. The engine keeps a copy of this rank's part of the weights in the model's
-// dtype meanwhile.
+// gathered_parameters() without a modifier rank, which end before it, work as usual, and save_weights() without
+// masters. Calls that train, save or load, or read or set masters, are a UsageError, as is a parameter that the program
+// changes meanwhile. A graph that was made before the scope, or inside, is refused by autograd after it. The engine
+// keeps a copy of this rank's part of the weights in the model's dtype meanwhile.
 class EmaScope {
  public:
   // Collective; between steps, or inside an accumulation. Throws UsageError inside another EmaScope or a scope of

@@ -130,8 +130,8 @@ class Attempt {
 
   Outcome read(const std::string& path) {
     const Ranks& ranks = model_.ranks;
-    const ReadOptions options = {.with_states = request_.with_states(),
-                                 .module_only = request_.options.load_module_only};
+    const ReadOptions options = {
+        .with_states = request_.with_states(), .module_only = request_.options.load_module_only, .over = over_};
     Outcome outcome = on_all_ranks(ranks, failure_, [&] {
       source_ = checkpoint::open(path);
       fit_.emplace(model_, *source_,
@@ -175,6 +175,7 @@ class Attempt {
     const std::optional<int64_t> saved = source_->state().ema_updates;
     const bool says = is_told && model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
     if (model_.average) {
+      if (over_) return;  // averages of what was read are its values, all others stay
       model_.average->set_updates(reader_->has_average() ? *saved : 0);
       if (says && !saved) {
         log::warning("load_checkpoint: ", source_->location(), ": has no moving average of the weights: that of this ",

@@ -85,9 +85,17 @@ void StateReader::read_trained(size_t b) {
   });
 }
 
-// Averages of parameters that the checkpoint lacks begin with the weights.
+// Averages of parameters that the checkpoint lacks begin with the weights; over others, those of what is read.
 void StateReader::read_average(size_t b, const BucketRange& range) {
   const at::Tensor& average = model_.average->values(b);
+  if (options_.over) {
+    const at::Tensor& master = model_.masters[b];
+    for_each_run(model_.buckets[b].layout(), range, [&](const Segment& run, int64_t position) {
+      if (fit_.weight(model_.parameters[static_cast<size_t>(run.parameter)].name).empty()) return;
+      average.narrow(0, position, run.length).copy_(master.narrow(0, position, run.length));
+    });
+    return;
+  }
   at::Tensor(average).copy_(model_.masters[b]);
   if (!has_average_) return;
   for_each_run(model_.buckets[b].layout(), range, [&](const Segment& run, int64_t position) {

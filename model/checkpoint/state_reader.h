@@ -15,6 +15,7 @@ namespace ds::engine {
 struct ReadOptions {
   bool with_states = true;  // read optimizer states
   bool module_only = false;
+  bool over = false;  // what the source lacks stays
 };
 
 // Reads one checkpoint. The methods are called in this order; after an exception the model is a mixture of old and new

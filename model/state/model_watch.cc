@@ -176,7 +176,7 @@ void ModelWatch::require_no_update_beside(const char* call, const std::string& p
 
 void ModelWatch::require_own_weights(const char* call, const std::string& parameter) const {
   require(!shows_average_, call, ": parameter ", parameter, ": it was changed inside an EmaScope, whose end gives it ",
-          "back the value before; change it outside of the scope");
+          "back the value before if the engine trains it; change it outside of the scope");
 }
 
 void ModelWatch::note(const std::string& parameter, uint64_t digest, bool is_part) {

@@ -3,7 +3,8 @@
 // Note [Row-wise tables]
 // A table of millions of rows is read in few of them. torch::nn::Embedding and EmbeddingBag with sparse(true) give it a
 // sparse gradient, and some optimizers leave alone what has none: Adagrad, SGD without momentum, SparseAdam. Such a
-// table has a bucket of its own (BucketLayout::row_width), in slices of whole rows. Nothing in a step has its size:
+// table has a bucket of its own (BucketLayout::row_width), in slices of whole rows. Nothing in a step has its size, but
+// for the moving average of the weights:
 //   * zero/reduction/row_gradient.h keeps its gradient as rows with their numbers, and every rank gets those of all;
 //   * the norm adds the squares of the rows that this rank updates (own_rows());
 //   * SliceOptimizer::update_rows() updates these rows of the slice and its states;

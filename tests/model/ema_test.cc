@@ -287,6 +287,7 @@ TEST_P(EmaStages, WhatWouldUseOrLoseTheWeightsIsRefusedInAScope) {
       refused([&] { engine->backward(model->loss(sample(1, ranks.rank()))); });
       refused([&] { engine->save_checkpoint(folder.path().string()); });
       refused([&] { engine->load_checkpoint(folder.path().string()); });
+      refused([&] { engine->save_weights((folder.path() / "weights.safetensors").string()); });
       refused([&] { engine->fp32_state_dict(); });
       refused([&] { engine->safe_get_full_fp32_param(model->last->bias); });
       refused([&] { engine->safe_get_local_fp32_param(model->last->bias); });

@@ -239,7 +239,7 @@ TEST(PipelineHabits, StagesThatTakeDifferentMicroBatchesAreNamed) {
     const auto wrong = [&] { return tokens_of(rank.next++, data_rank == 0 ? 0 : rank.world_rank); };
     rank.next = 4;
     EXPECT_THAT([&] { rank.engine.train_batch(wrong); },
-                ThrowsMessage<UsageError>(AllOf(HasSubstr("ranks 1 and 3"), HasSubstr("different inputs"),
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("ranks 1 and 3"), HasSubstr("different labels"),
                                                 HasSubstr("micro-batch 0"), HasSubstr("seeded alike"),
                                                 HasSubstr("Nothing was applied"))));
     EXPECT_EQ(rank.engine.global_steps(), 1);
@@ -264,6 +264,12 @@ TEST(PipelineHabits, FloatsMayDifferByRoundingAndStagesLeaveOutWhatTheyDoNotUse)
     };
     EXPECT_THAT([&] { rank.engine.train_batch(flipped); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("ranks 0 and 1"), HasSubstr("different labels"))));
+    // A dataset that adds noise to its inputs, of which the last stage reads none; an empty tensor that is left out.
+    rank.engine.train_batch([&] { return MicroBatch{{ones().inputs[0] * (first ? 1.5 : 0.5)}, ones().labels}; });
+    const at::Tensor none = torch::empty({0});
+    rank.engine.train_batch([&] {
+      return first ? MicroBatch{ones().inputs, {none}} : MicroBatch{{none}, ones().labels};
+    });
   });
 }
 
