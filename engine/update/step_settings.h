@@ -1,23 +1,23 @@
-// What reaches the update beside parameters and gradients, and has to be the same on the ranks: StepAgreement compares
-// a digest of it before the step is applied, and the names and values once they differ.
+// The inputs of an update beside parameters and gradients that have to be the same on all ranks. StepAgreement compares
+// a digest of them before a step is applied, and the names and values when digests differ.
 //
-// Compared among data-parallel ranks, which update the same parameters:
-//  * gradient_accumulation_steps, and the micro-batches that step() has counted, so that a boundary that one rank alone
-//    sets (set_gradient_accumulation_boundary()) shows
-//  * the loss scale, and how far the learning-rate scheduler is
-//  * the options of each parameter group: lr, weight decay, betas, momentum, eps and the like, of the config's
-//  optimizer
-//    or of one of the program's. What a schedule of the engine or of torch makes of them is among them. Of an optimizer
-//    class that is none of torch's it is lr alone
-//  * the steps that the states of an optimizer of the program's have counted, where it steps on whole parameters
-//  * whether the losses of the step came with counts (backward_mean())
-//  * values given to safe_set_full_*(), and at stage 0, where all ranks have all of them, to safe_set_local_*(): until
-//    they are set again, gradients until their step
-// Ranks of a tensor axis are compared in the same, but for safe_set_local_*(), because each has a part of its own, and
-// in the sum of the counts of backward_mean(). Stages of a
-// pipeline have parameters of their own: they are compared in the counts of micro-batches, the loss scale, the
-// scheduler, and the options of the config's group, where all parameters are in it. Tensors of optimizer states are not
-// compared otherwise: from stage 1 on each rank has its slice of them.
+// Data-parallel ranks update the same parameters, and are compared in
+//  * gradient_accumulation_steps and the number of micro-batches that step() has counted, which differ where one rank
+//    alone sets a boundary (set_gradient_accumulation_boundary());
+//  * the loss scale, and last_batch_iteration of the learning-rate scheduler;
+//  * the options of each parameter group as they are now, after any schedule: lr, weight decay, betas, momentum, eps
+//    and the like, of the config's optimizer or of a client optimizer. Of a client optimizer whose class is none of
+//    torch's it is lr alone;
+//  * the steps that the states of a client optimizer have counted, where it steps on full parameters;
+//  * whether the losses of the step came with counts (backward_mean());
+//  * the values that the program has set by safe_set_full_*() and, at stage 0, where every rank has all elements, by
+//    safe_set_local_*(). A value is compared until it is set again, a gradient until its step is over.
+//
+// Ranks of a tensor axis are compared in the same settings without safe_set_local_*(), because each has a part of its
+// own, and also in the sum of the counts of backward_mean(). Stages of a pipeline have parameters of their own. They
+// are compared in the numbers of micro-batches, the loss scale, the scheduler, and the options of the config's group
+// where all parameters are in that one group. Tensors of optimizer states are not compared otherwise: from stage 1 on
+// each rank has its slice of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@
 
 namespace ds::engine {
 
-// The objects that are looked at; all of them outlive the StepSettings.
+// The objects that the settings are read from; all of them outlive the StepSettings.
 struct StepSettingsDeps {
   const ModelState& state;
   const Progress& progress;
@@ -48,11 +48,10 @@ struct StepSettingsDeps {
   bool one_group = true;  // no stage of a pipeline has more than one parameter group
 };
 
-// One per engine, used by the engine's thread. Nothing here is collective or waits for a device, but note_value() for a
-// value on one.
+// One per engine, used by the engine's thread. No method is collective; only note_value() may wait for a device.
 class StepSettings {
  public:
-  // The ranks that are compared.
+  // The ranks that are compared: data-parallel ones, those of a tensor axis, or the stages of a pipeline.
   enum class Among { kDataRanks, kTensorRanks, kStages };
 
   explicit StepSettings(const StepSettingsDeps& deps) : deps_(deps) {}
@@ -63,19 +62,20 @@ class StepSettings {
     const std::string& parameter;  // its name
     const at::Tensor& value;
     std::string state = {};    // the name of the optimizer state; empty: the call sets none
-    bool is_local = false;     // this rank's part of the values
-    bool is_gradient = false;  // of the next step alone
+    bool is_local = false;     // the value holds this rank's part alone
+    bool is_gradient = false;  // the value is a gradient, for the next step alone
   };
-  // Notes a value, in the place of the one that the same call has set before.
+  // Notes the norm and the checksum of a value, in place of those of an earlier call for the same parameter and state.
+  // Waits for the device of the value.
   void note_value(const SetValue& set);
-  // Forgets gradients that were set: their step is over, or its accumulation is dropped.
+  // Forgets gradients that were set. To be called when their step is over or its accumulation is dropped.
   void forget_gradients();
-  // Forgets all values that were set: a checkpoint has taken their place.
+  // Forgets all values that were set. To be called when other values, of a checkpoint, have replaced them.
   void forget_values() { values_.clear(); }
 
-  // The digest of all that is compared: equal where that is the same.
+  // Returns a digest of the settings and the number of the step: equal on ranks whose settings are equal.
   uint64_t digest(Among among) const;
-  // What is compared, as lines "what<TAB>value".
+  // Returns the settings for a message, as lines "what<TAB>value".
   std::string lines(Among among) const;
 
  private:

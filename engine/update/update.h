@@ -24,36 +24,37 @@ namespace ds::engine {
 // One path of the update.
 class Update {
  public:
-  // The event that comes next, for which updates that are under way have to end.
+  // The event before which updates that are under way have to end.
   enum class Next {
-    kBackward,  // gradients are added to those there are
-    kStep,      // a step, which finishes and judges the reductions
-    kRead,      // somebody reads or changes the state
+    kBackward,  // a backward pass, which adds gradients
+    kStep,      // a step, which finishes the reductions and judges the gradients
+    kRead,      // a call that reads or changes the state
     kDrop,      // the gradients are dropped; nothing throws
   };
 
   virtual ~Update() = default;
-  // Runs `pass`, the backward pass that gives the last gradients of the step; a speculative path updates meanwhile.
-  // `gradient_scale()` is the factor of a step that does not clip; the host may have to wait for it.
+  // Runs `pass`, the backward pass that gives the last gradients of the step; a speculative path updates weights
+  // meanwhile. `gradient_scale()` returns the factor on gradients of a step that does not clip, and may wait for the
+  // device.
   virtual void run_last_pass(const std::function<double()>& /*gradient_scale*/, const std::function<void()>& pass) {
     pass();
   }
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. After an exception
   // some slices may have been updated; UpdateDeps::consistency knows of it then.
   virtual void apply(double gradient_scale) = 0;
-  // Whether apply_on_device() can make every step of this rank, because the host does the same for a step that the
-  // device skips.
+  // Whether apply_on_device() can be called in place of apply(): this rank's whole update can be launched before the
+  // host knows whether the device skips the step.
   virtual bool takes_device_scale() const { return false; }
-  // Updates all weights as apply() does, with a scale that the host does not know in full.
+  // Updates all weights as apply() does, with a scale of which parts are known to the device alone.
   virtual void apply_on_device(const optimizers::StepScale& /*scale*/) {}
-  // Ends updates that run beside the program, as far as `next` needs it: their weights reach the parameters, or they
-  // are rolled back. Collective with kStep and kRead.
+  // Ends the updates that still run, as far as `next` needs it: their weights are published to the parameters, or the
+  // updates are rolled back. Collective with kStep and kRead.
   virtual void settle(Next /*next*/) {}
   // Gives the program's optimizer a closure for the next apply(), which it may call any number of times. The first call
   // returns the loss of the current gradients, and each later one makes new gradients. Null takes the closure away.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): a path that has one keeps it
   virtual void evaluate_by(std::function<at::Tensor()> /*closure*/) {}
-  // Is called once a step, when the step is over, applied or not.
+  // Called once for each step, when the step is over, applied or skipped.
   virtual void step_over() {}
 };
 
@@ -71,10 +72,11 @@ std::unique_ptr<Update> make_update(const UpdateDeps& deps);
 std::unique_ptr<Update> make_speculative_update(const UpdateDeps& deps);
 
 // Throws UsageError where the program has frozen parameters since initialize() and the plan's path of the update cannot
-// leave them as they are, because it works on more than flat states of a slice or elsewhere.
+// leave their weights and states unchanged: delayed_update, super_offload, offload_optimizer to files, or an optimizer
+// that compresses momenta.
 void require_freezing_possible(const ModelState& state);
 
-// Adds the weights that an update has made to their moving average, where one is kept. `skip`: StepScale::skip.
+// Updates the moving average with the weights that an update has made, where one is kept. `skip`: StepScale::skip.
 inline void average_weights(const ModelState& state, const at::Tensor& skip = {}) {
   if (state.average) state.average->update(skip);
 }
@@ -84,16 +86,17 @@ class SliceSteps {
  public:
   explicit SliceSteps(const UpdateDeps& deps) : state_(deps.state), consistency_(deps.consistency) {}
 
-  // Returns the factor that the optimizer gets for gradients that the step multiplies by `gradient_scale`.
+  // Returns the factor on gradients that the optimizer is called with: `gradient_scale`, times the number of ranks
+  // where a compressed exchange takes the mean of gradients that are to be added.
   double factor(double gradient_scale) const;
-  // Updates all buckets whose optimizer is on the device, together. `scale.factor` is a result of factor(). Scales that
-  // only the device knows are for optimizers that take them.
+  // Updates all buckets whose optimizer is on the device, together. `scale.factor` is a result of factor().
+  // `scale.device_factor` and `scale.skip` need Update::takes_device_scale().
   void all_on_device(const optimizers::StepScale& scale);
   // Updates all other buckets, one by one. `gradient_scale` is a result of factor().
   void all_on_host(double gradient_scale);
-  // Applies gradient_clip_by_value to a gradient that the update will multiply by `scale`.
+  // Clamps, in place, a gradient that the update will multiply by `scale` to gradient_clip_by_value.
   void clip_by_value(const at::Tensor& gradient, const optimizers::StepScale& scale) const;
-  // Publishes the new weights, which are on the host, of a bucket whose master is updated.
+  // Copies `weights`, the new weights of this rank's slice on the host, to the bucket, and publishes them.
   void publish(size_t bucket, const at::Tensor& weights);
 
  private:

@@ -2,7 +2,7 @@
 // without an engine, reading full tensors whoever wrote them, filling a module from them, and writing a file of
 // weights.
 //
-//   const auto source = ds::checkpoint::open("checkpoints/global_step1000");   // ours, DeepSpeed's, Hugging Face's
+//   const auto source = ds::checkpoint::open("checkpoints/global_step1000");   // dsengine, DeepSpeed, Hugging Face
 //   ds::checkpoint::load_module(*source, *model);
 //
 // Options and results are plain values that belong to the caller. A Source owns the files it has opened; tensors that
@@ -32,15 +32,15 @@ using StateDict = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Options of save_checkpoint(save_dir, tag, options), which works like this:
 //
-// Each rank writes its part of the state to <save_dir>/<tag> (default: "global_step<N>"). The folder gets that name
-// when it is complete and on the disk, not before. Returns its path. Collective. All hosts must see save_dir; with
-// checkpoint.use_node_local_storage only the ranks of a host must, and each of them reads there again. When a rank
-// cannot write, all throw (that rank the cause, the others IoError), and what was in save_dir before is untouched. A
-// tag that another engine of the program has saved, which still lives, is a UsageError: each needs a save_dir of its
-// own.
+// Each rank writes its part of the state to <save_dir>/<tag> (default tag: "global_step<N>"). The folder gets that name
+// when it is complete and on the disk, not before. The call returns the folder's path. Collective. All hosts must see
+// save_dir; with checkpoint.use_node_local_storage a host has a save_dir of its own, from which its ranks load again.
+// When a rank cannot write, all throw (that rank the cause, the others IoError), and what was in save_dir before is
+// untouched. Two engines that live in one program need a save_dir each: a tag that the other one has saved is a
+// UsageError.
 //
-// An asynchronous save returns at once. The state is copied beside the next forward and backward (the next update waits
-// for the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
+// An asynchronous save returns at once. The state is copied during the next forward and backward (the next update waits
+// for the copy, which takes as much host memory as the rank's part), and a thread writes it. Until the next update,
 // change trained parameters in scopes of gathered_parameters() only: these wait. One save is in flight at a time. A
 // failure is logged by the next save and thrown by wait_for_checkpoint().
 //
@@ -89,13 +89,14 @@ struct LoadedCheckpoint {
   explicit operator bool() const { return !path.empty(); }
 };
 
-// How a file of weights meets a model: options of InitializeOptions::weights, equal on every rank. A module's own
-// values are those that its constructors have made, rank 0's; also under zero::Init. On the meta device there are none.
+// How the tensors of a file are matched with a model: options of InitializeOptions::weights, equal on every rank. "The
+// module's own values" are those that its constructors have made on rank 0, also under zero::Init. Tensors on the meta
+// device have none.
 struct WeightsOptions {
-  // True: a parameter that no file has is an error. False: it starts with the module's own values, and is told
-  // (Engine::start_weights(), and one warning).
+  // True: a parameter that no file has is an error. False: it starts with the module's own values, and
+  // Engine::start_weights() and a warning name it.
   bool strict = true;
-  // Further files, as of adapters: a tensor is taken from the last file that has it.
+  // Further files, for instance with adapters: a tensor is taken from the last file that has it.
   std::vector<std::string> over;
   // Parameters that may have more rows (a larger dimension 0) than the file, as a grown vocabulary: "wte.weight", or
   // with "*" for any text. The file's rows come first; those behind them are the module's own.
@@ -103,18 +104,18 @@ struct WeightsOptions {
   // Maps a name in the model to the name in the files; none: they are the same. An empty result: the files are not
   // asked for the tensor, and it is no error that they lack it.
   std::function<std::string(const std::string& name)> rename;
-  // Makes, in place, what the files lack of a tensor on the meta device: all of it, or the rows behind the file's.
-  // `values`: on the CPU, float32 (float64 of a float64 tensor), NaN in all elements; UsageError where one is left. The
-  // default generator is seeded before each call by the config's "seed" and the name, and goes on afterwards as if
-  // nothing had been drawn: all layouts and numbers of ranks begin with the same values. Called by the first rank of
-  // each part of the model.
+  // Fills `values`, in place, with the elements that the files lack of a tensor on the meta device: all of them, or the
+  // rows behind the file's. `values` is on the CPU, float32 (float64 for a float64 tensor), and NaN in all elements;
+  // UsageError where one is left. The default generator is seeded before each call by the config's "seed" and the name,
+  // and goes on afterwards as if nothing had been drawn, so that every layout and number of ranks begins with the same
+  // values. The first rank of each data-parallel group calls it.
   std::function<void(const std::string& name, const at::Tensor& values)> fill;
 };
 
-// What a file of weights and a model do not have in common.
+// The names of the tensors that a file of weights and a model do not have in common.
 struct WeightsReport {
   std::vector<std::string> missing;  // parameters and buffers of the model that the file lacks
-  std::vector<std::string> grown;    // parameters of which it has the first rows alone
+  std::vector<std::string> grown;    // parameters of which the file has the first rows alone
   std::vector<std::string> unused;   // tensors of the file that the model lacks
 };
 
@@ -123,8 +124,8 @@ struct SaveWeightsOptions {
   // Parameters and buffers: names, or with "*" for any text ("*.lora_*"); a tied parameter is meant by any of its names
   // and is written under all of them. Empty: all trained parameters.
   std::vector<std::string> names;
-  // True: of trained parameters the float32 masters (float64 of a float64 model), which lose nothing. False: all in the
-  // model's dtype.
+  // True: trained parameters are written as their float32 masters (float64 in a float64 model), without any loss.
+  // False: all are written in the model's dtype.
   bool masters = true;
 };
 
@@ -162,13 +163,13 @@ class Source {
   Source(const Source&) = delete;
   Source& operator=(const Source&) = delete;
 
-  // The folder (or file) it reads, for messages.
+  // The folder or file that it reads, for messages.
   virtual const std::string& location() const = 0;
-  // Counters, schedule and the like, which the engine reads.
+  // The state beside tensors, such as counters and the schedule; for the engine.
   virtual const TrainingState& state() const = 0;
-  // All tensors by their paths. Weights that were trained are float32 masters where the writer had them.
+  // All tensors by their paths. Trained weights are float32 masters where the checkpoint has masters.
   virtual const std::map<std::string, TensorInfo>& tensors() const = 0;
-  // Maps further names of tied parameters to the name they are stored under.
+  // Maps each further name of a tied parameter to the name that it is stored under.
   virtual const std::map<std::string, std::string>& aliases() const = 0;
   // Reads elements [offset, offset + destination.numel()) of the flattened tensor into `destination`, which is
   // contiguous, on the CPU and may have any dtype (values are converted).
@@ -197,8 +198,8 @@ std::unique_ptr<Source> open(const std::string& folder);
 // Every tensor is a weight (the files do not tell buffers apart); aliases() are those that safetensors' save_model()
 // notes in the metadata, state() is empty. Files are mapped, so only what is read is loaded.
 //
-// Throws IoError naming folder, file and tensor: nothing to read, a file of the index that is missing, a tensor that is
-// in the index and not in its file or the other way round, or in two files.
+// Throws IoError, naming folder, file and tensor, where there is nothing to read, a file of the index is missing, a
+// tensor is in the index and not in its file or the other way round, or a tensor is in two files.
 std::unique_ptr<Source> open_weights(const std::string& path);
 
 // The name of the file in a folder of weights.

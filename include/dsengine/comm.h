@@ -3,11 +3,14 @@
 // A Communicator is one rank's handle on a group. Every rank of the group must issue the same collectives in the same
 // order with matching shapes; implementations that can check this throw CommError naming both operations. Operations
 // are asynchronous: they return a Work, and neither the tensors' contents nor their storage may be touched before
-// wait(). A handle may be used from one thread at a time (the engine's hooks hold the reducer's lock). Tensors must be
-// contiguous; on CPU any of float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only
-// copies, min, max, band, bor).
+// wait(). None of them records a gradient (dsengine/collectives.h has those that do). A handle may be used from one
+// thread at a time (the engine's hooks hold the reducer's lock). Tensors must be contiguous; on CPU any of float32,
+// float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only copies, min, max, band, bor). An
+// undefined or strided tensor, sizes that do not fit, and a rank outside of the group are a UsageError. In a group of
+// one rank collectives return at once and are not counted.
 //
-// The vocabulary is that of c10d and NCCL. engine::init_distributed makes the communicator of a job. Torch-free.
+// The vocabulary is that of c10d and NCCL. engine::init_distributed makes the communicator of a job, and sets the limit
+// of every wait. This header includes none of LibTorch's.
 #pragma once
 
 #include <array>
@@ -25,7 +28,8 @@ class Tensor;
 
 namespace ds::comm {
 
-// Opaque to programs: the state of an operation, its description, and those who observe operations.
+// Opaque to programs: the state of an operation, its description, an observer of operations, the state that a group
+// shares with the groups made from it, and the watch that reports stalls.
 class WorkState;
 struct Collective;
 class CollectiveObserver;
@@ -86,7 +90,8 @@ class Work {
   // Whether wait() would return without waiting for another rank; it may still have work to do on this rank. The call
   // itself may start the next stage of the operation.
   bool is_ready() const;
-  // Waits until the operation has finished (CUDA: until the current stream is ordered after it). Throws CommError.
+  // Waits until the operation has finished. With NCCL it does not block the host: work given to the current CUDA stream
+  // afterwards runs after the operation. Throws CommError where another rank has failed or the time limit is over.
   void wait() const;
 
  private:
@@ -103,7 +108,8 @@ struct CommCounters {
   int64_t total_bytes_sent() const;
 };
 
-// One rank's handle on a group of ranks; see the top of this file. A `label` names the operation in messages.
+// One rank's handle on a group of ranks; see the top of this file. A `label` names the operation in messages. W is the
+// number of ranks of the group.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -119,8 +125,9 @@ class Communicator {
   const CommCounters& counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }
 
-  // Reduce the tensors of all ranks, or send root's to all, in place. Every rank gives the same shape.
+  // Reduces the tensors of all ranks, in place on every rank. Every rank gives the same shape.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum, std::string label = {});
+  // Copies root's tensor into the tensors of all ranks, which have its shape.
   Work broadcast(const at::Tensor& tensor, int root, std::string label = {});
   // Reduces the tensors of all ranks in place on root; elsewhere the tensor's contents are unspecified afterwards.
   Work reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum, std::string label = {});
@@ -135,8 +142,8 @@ class Communicator {
   Work gather(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
   // Sends the r-th part of root's input, which has W times the elements of output, to rank r's output.
   Work scatter(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
-  // Sends part j of input to rank j, and receives part i of output from rank i. Splits count elements of dimension 0
-  // and may be empty for an even split. input and output must not overlap.
+  // Sends part j of input to rank j, and receives part i of output from rank i. Splits are the numbers of rows
+  // (dimension 0) of the parts; empty: the parts are equal. input and output must not overlap.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
                   std::vector<int64_t> input_splits = {}, std::string label = {});
   // Messages from rank to rank, blocking and asynchronous. Messages of one (source, destination, tag) keep their order.
@@ -147,7 +154,7 @@ class Communicator {
   void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
   Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});
   Work irecv(const at::Tensor& tensor, int source, int tag = 0, std::string label = {});
-  // Returns when all ranks have called it.
+  // Blocks the host until all ranks have called it.
   void barrier(std::string label = {});
 
   // Makes a communicator over `ranks` (ascending, numbers in this group). Every rank of this group calls it; ranks that
@@ -158,10 +165,10 @@ class Communicator {
   // Adds an observer, which sees operations of this group, and of groups made from it later. Call before the first
   // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
-  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. The text is
-  // copied, once for each text, so that only few different ones should be given. Later operations of this group, of
-  // groups made from it and of the group that it was made from are marked with both, which messages about ranks that
-  // differ then name.
+  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Each different
+  // text is kept for the rest of the process, so give few of them. Later operations of this group, of groups made from
+  // it and of the group that it was made from are marked with `name` and `step`, and messages about ranks that differ
+  // name both.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);

@@ -13,7 +13,8 @@
 // After each applied update, average = decay * average + (1 - decay) * weight, in float32 (float64 in a float64 model)
 // whatever the model's dtype is: torch.optim.swa_utils.get_ema_multi_avg_fn(decay) on the float32 masters. A skipped
 // step changes nothing. Each rank keeps the average of the elements that it updates: all at stage 0, its slice at
-// stages 1 to 3. Trained parameters are averaged; frozen ones and buffers are not.
+// stages 1 to 3. Trained parameters are averaged; frozen ones and buffers are not. All calls belong to the engine's
+// thread.
 //
 // Checkpoints keep the average, for any number of ranks and any stage. docs/from_libtorch.md#ema-of-the-weights.
 #pragma once
@@ -56,7 +57,8 @@ class EmaScope {
   // Collective; between steps, or inside an accumulation. Throws UsageError inside another EmaScope or a scope of
   // gathered_parameters(), and for an engine without .ema.
   explicit EmaScope(std::shared_ptr<Engine> engine);
-  // Gives the model its own weights again, the same bits. Collective; logs what fails.
+  // Gives the model its own weights again, the same bits. Collective. Errors are logged; if the weights could not be
+  // given back, the engine's calls throw until a checkpoint is loaded.
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;
   EmaScope& operator=(const EmaScope&) = delete;

@@ -12,8 +12,8 @@
 // One Engine belongs to one rank. All ranks call its methods in the same order, from the thread that made it
 // (UsageError on another thread, until that one calls use_from_this_thread()).
 //
-// At stage 3 a parameter has memory only while operators of that thread read it. So forward runs there, all ranks run
-// it together, and after the engine's end parameters have no elements (take module_state_dict() before).
+// At stage 3 a parameter has memory only while operators of that thread read it. So forward runs on that thread, all
+// ranks run it together, and parameters have no elements once the engine is gone (take module_state_dict() before).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,37 +49,37 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // --- one training step -------------------------------------------------------------------------------------------
-  // Calls model->forward(inputs...) with tensors on the engine's device, under fp16.auto_cast floating-point ones in
-  // float16. Where inputs are right already, the model may be called directly. `model`: holder or pointer.
+  // Moves tensors among `inputs` to the engine's device, casts floating-point ones to float16 under fp16.auto_cast, and
+  // returns model->forward(inputs...). The model may also be called directly. `model`: a module holder or a pointer.
   template <class Model, class... Inputs>
   decltype(auto) forward(Model& model, Inputs&&... inputs) {
     return model->forward(prepared(std::forward<Inputs>(inputs))...);
   }
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
-  // runs autograd, and reduces gradients as they become ready. Returns the loss, divided likewise but without loss
-  // scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a scalar or has no
+  // runs autograd, and reduces gradients as they become ready. Returns the loss, detached and divided, but without the
+  // loss scale. Several calls before a step() add up. Throws UsageError for a loss that is not a scalar or has no
   // graph. After an exception of autograd on all ranks, call zero_grad() and begin the accumulation anew. After one on
   // this rank alone, end the program, because the other ranks have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   void backward(const at::Tensor& sum, int64_t count, bool = false) = delete;  // call backward_mean(sum, count)
-  // Takes the sum of the losses of `count` tokens, nodes or labels (0: this rank has none). The gradient of the step is
-  // that of all sums over all counts, of all ranks and micro-batches; so is the loss in monitors (docs/patterns.md).
-  // Returns the mean of this micro-batch, detached. Not beside backward() in one step, and not for pipelines.
+  // Takes the sum of the losses of `count` tokens, nodes or labels (0: this rank has none). The step follows the sum of
+  // all losses divided by the sum of all counts, over ranks and micro-batches; monitors show it (docs/patterns.md).
+  // Returns this micro-batch's mean, detached. UsageError beside backward() in one step, and for pipelines.
   at::Tensor backward_mean(const at::Tensor& sum, double count, bool retain_graph = false);
-  // Begins backward at a tensor that is no scalar with its gradient, as out.backward(gradient) of torch. The gradient
-  // has the shape of `out` (else UsageError) and is scaled as a loss is. Monitors know no loss of such a step.
+  // Begins backward at a tensor that is no scalar, as out.backward(gradient) of torch. `gradient` has the shape of
+  // `out` (else UsageError) and is scaled as a loss is. Monitors show no loss of such a step.
   void backward(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph = false,
                 bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
-  // parameters, zeroes the gradients and advances the schedule. UsageError when no backward() came before,
-  // NonFiniteError, on all ranks, where a gradient is not finite and non_finite_gradients makes that an error: the
-  // state is rolled back to that before the accumulation, and training can go on (docs/non_finite.md), as after any
-  // other exception before the update but CommError. After one inside it calls throw until states are loaded.
+  // parameters, zeroes the gradients and advances the schedule. UsageError when no backward() came before. Where
+  // non_finite_gradients makes it an error, NonFiniteError on all ranks for a gradient that is not finite: as after any
+  // exception before the update but CommError, the state is that before the accumulation, and training can go on
+  // (docs/non_finite.md). After an exception inside the update, calls throw until states are loaded.
   void step();
-  // Steps an optimizer of the program that computes the loss several times in a step, as torch::optim::LBFGS. `closure`
-  // calls backward(loss) and returns the loss. Returns the first loss, the mean over ranks. Stage 0 and float32 only.
+  // Steps a client optimizer that calls `closure` several times, as torch::optim::LBFGS: it calls backward(loss) and
+  // returns the loss. Returns the first one, the mean over ranks. Needs stage 0, float32, no clipping or accumulation.
   at::Tensor step(const std::function<at::Tensor()>& closure);
-  // Names the next micro-batch in reports, in place of its samples; with a pipeline, in the function that gives them.
+  // Names the next micro-batch in reports, instead of its samples. Call it in the BatchSource of a pipeline.
   void name_batch(std::string name);
   bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
   // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts
@@ -100,14 +100,14 @@ class Engine {
   bool is_pipe_parallel() const { return pipe_parallel_size() > 1; }
   int pipe_parallel_size() const;
   int pipe_parallel_rank() const;
-  // Lets stages agree on new shapes of activations with the next batch.
+  // Has the stages agree on the shapes of activations anew in the next batch.
   void reset_activation_shape();
   // Records when each action of the next batches begins and ends, waiting for an accelerator after each; rank 0 writes
   // the last batch of all ranks to `path`, in Chrome's format, for `ds-tool schedule --measured`. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
   // --- around steps ------------------------------------------------------------------------------------------------
-  // While the returned guard lives, backward() adds to this rank's gradients and reduces nothing, at every stage.
+  // A guard: while it lives, backward() adds to this rank's gradients and reduces nothing, at every stage.
   class NoSync {
    public:
     explicit NoSync(Engine& engine);
@@ -119,15 +119,15 @@ class Engine {
     Engine& engine_;
   };
   [[nodiscard]] NoSync no_sync();
-  // Hands the engine over to the calling thread, which runs forward and calls its methods from now on, while nobody
-  // else uses it and no scope is open. With torch_autocast, a warning says that the other thread keeps its autocast.
+  // Hands the engine over to the calling thread, which runs forward and calls its methods from now on. Nobody else uses
+  // the engine meanwhile, and no scope is open. With torch_autocast, warns that the old thread keeps its autocast.
   void use_from_this_thread();
-  // Set the mode of the module with all its layers.
+  // Set the mode of the module and all its submodules.
   void train();
   void eval();
   // Drops the running accumulation: its gradients, reduced or not, and its count. step() does it after an update.
   void zero_grad();
-  // --- what happened -----------------------------------------------------------------------------------------------
+  // --- what happened; on a GPU calls may wait for the last step, and take back what it counted if it was skipped ----
   std::vector<double> get_lr() const;  // one value per parameter group
   // Returns {beta1, beta2} or {momentum, 0} per parameter group; empty with a client optimizer.
   std::vector<std::vector<double>> get_mom() const;
@@ -135,7 +135,7 @@ class Engine {
   // The L2 norm of the last step's gradients over the whole model before clipping, without loss scale; +inf where the
   // step was skipped or an error; nullopt before the first step and where compute_grad_norm is false.
   std::optional<double> get_global_grad_norm() const;
-  // The loss scale; 1 where losses are not scaled. On a GPU it may wait for the last step, and roll back a skipped one.
+  // The loss scale; 1 where losses are not scaled.
   double loss_scale() const;
   bool dynamic_loss_scale() const;
   // Whether the last step() changed the parameters: false inside an accumulation and after an overflow.
@@ -153,8 +153,8 @@ class Engine {
   int64_t train_batch_size() const;
   int64_t train_micro_batch_size_per_gpu() const;
   int64_t gradient_accumulation_steps() const;
-  // Has an update take `size` samples by other gradient_accumulation_steps. UsageError inside an accumulation, and for
-  // a size that is no multiple of micro batch x data-parallel size.
+  // Changes gradient_accumulation_steps so that an update takes `size` samples. UsageError inside an accumulation, and
+  // for a size that is no multiple of micro batch x data-parallel size.
   void set_train_batch_size(int64_t size);
   // Changes the batch of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
@@ -172,10 +172,10 @@ class Engine {
   const std::shared_ptr<torch::nn::Module>& module() const;
   comm::Communicator& communicator() const;  // over the data-parallel group: ranks with the same part of the model
   comm::Communicator& world() const;         // over all ranks
-  // Returns the mean over communicator() of tensors of one shape and dtype, without a gradient, the same bits on all
-  // ranks; of integers as float64, of 16 bits as float32. Collective.
+  // Returns the mean over communicator() of dense tensors of one shape and dtype, on the tensor's device, detached, the
+  // same bits on all ranks; integers become float64, 16-bit numbers float32. Collective.
   at::Tensor mean(const at::Tensor& tensor) const;
-  // Returns on all ranks whether any has given true: to stop early, or once one was told to end. Collective over world.
+  // Returns on all ranks whether any rank has given true, as to stop training early. Collective over world().
   bool agree(bool flag) const;
   // The bytes that this rank has sent since initialize() or the last reset, over all groups of the engine.
   int64_t comm_bytes_sent() const;
@@ -186,9 +186,9 @@ class Engine {
   const std::shared_ptr<DataLoader>& training_dataloader() const;
   // Waits for parameters that are still on their way after a step (a forward does it by itself). Needed only before
   // reading parameters' memory directly or from another thread. With delayed_update it is collective: it waits for the
-  // running update and writes it to the parameters in place, so not between a forward and its backward. An update that
-  // runs when the engine ends is dropped, with a warning. With super_offload the host may have updated weights during
-  // backward(). Calls that read weights or optimizer states, and this one, undo that update; step() repeats it.
+  // running update and writes it to the parameters in place, so do not call it between a forward and its backward. An
+  // update that runs when the engine is destroyed is dropped, with a warning. With super_offload the host may have
+  // updated weights in backward(); this call, and those that read weights or states, roll that back; step() repeats it.
   void synchronize_parameters();
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` is one that model->parameters() has; UsageError for a frozen one or one of another model. All are
@@ -226,19 +226,19 @@ class Engine {
   // Lets rank 0 write full parameters (under all names) and buffers in the model's dtype to folder/filename, a
   // safetensors file, one parameter at a time; makes a missing folder. Returns the path. Collective; when the file
   // cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file stays. At stage 3
-  // throws UsageError unless stage3_gather_16bit_weights_on_model_save is true. `from`: values in place of all
-  // parameters and any buffers, as averaged weights, of rank 0; UsageError for a missing or unknown name or shape.
+  // throws UsageError unless stage3_gather_16bit_weights_on_model_save is true. `from`, on rank 0: the values to write,
+  // as averaged weights, for all parameters and any buffers; UsageError for a missing or unknown name or shape.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);
   // Lets rank 0 write chosen parameters, by default the trained ones (adapters), to a safetensors file for
   // load_weights() and .weights; no others are gathered. Returns the path. Collective; fails as save_16bit_model().
   std::string save_weights(const std::string& path, const SaveWeightsOptions& options = {});
-  // Loads what a file, or any path of checkpoint::open(), has of the parameters and buffers; all others and the states
-  // of the optimizer stay. Every rank reads its parts. `strict`: a tensor that the model lacks is a UsageError, before
-  // anything is changed. Collective, between optimizer steps.
+  // Loads the parameters and buffers that `path` has, a file or any path that checkpoint::open() takes; all others and
+  // the optimizer's states stay. Every rank reads its parts. `strict`: a tensor that the model lacks is a UsageError,
+  // before anything is changed. Collective, between optimizer steps.
   WeightsReport load_weights(const std::string& path, bool strict = true);
-  // What .weights and the model did not have in common, over all stages of a pipeline.
+  // The names that InitializeOptions::weights and the model did not have in common, over all stages of a pipeline.
   const WeightsReport& start_weights() const;
   // Lets rank 0 write fp32_state_dict(), under all names, and buffers (16 bits as float32) to a file for LibTorch's
   // torch::load(model, path). Returns the path. Collective; fails as save_16bit_model().

@@ -1,20 +1,22 @@
-// A model as a list of layers, of which each rank of a pipeline builds its own stage's only.
-// deepspeed.pipe.PipelineModule.
+// A model as a list of layers, of which each rank of a pipeline builds those of its own stages only. Names and meaning
+// follow deepspeed.pipe.PipelineModule.
 //
 //   auto model = std::make_shared<pipeline::PipelineModule>(layers, pipeline::PipelineOptions{.loss = ...});
 //   auto [engine, optimizer, loader, schedule] =
 //       engine::initialize({.model = model, .config = "ds_config.json", .training_data = dataset});
 //   for (...) at::Tensor loss = engine->train_batch();
 //
-// Nothing is built before engine::initialize, which knows the ranks; with one stage all of it is. A layer's parameters
-// bear the layer's name on every rank, whatever the number of stages, so that checkpoints do not depend on it.
+// The layers are built by engine::initialize, which knows the ranks; in a pipeline of one stage a rank builds all of
+// them. The names of a layer's parameters begin with the layer's name on every rank, whatever the number of stages, so
+// that a checkpoint fits any number of stages.
 //
 // Engine::train_batch runs one whole step: gradient_accumulation_steps micro-batches through the stages in the order of
-// pipeline.schedule, then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32
-// scalar, on every rank. Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data
-// of initialize, epoch after epoch. backward() and step() throw UsageError. Calls train() where the module is in
-// evaluation mode. An error of one rank leaves the others waiting for its messages until their time limit or the
-// launcher ends them; on one stage the batch is dropped, on several ones later calls throw UsageError.
+// pipeline.schedule, then the update. It returns the mean loss over micro-batches and data-parallel ranks, a float32
+// scalar, on every rank. Collective. Without an argument it takes micro-batches from set_dataloader(),
+// set_dataiterator() or the training data of initialize, epoch after epoch. It switches a module in evaluation mode to
+// training mode. The engine's backward() and step() throw UsageError. After an error of one rank the others wait for
+// its messages until their time limit, or until the launcher ends them. With one stage the batch is then dropped; with
+// several stages later calls throw UsageError.
 //
 // The program and the engine share the module. It is used on the engine's thread.
 #pragma once
@@ -35,34 +37,38 @@
 
 namespace ds::pipeline {
 
-// The tensors that the first stage takes, and the labels that the loss takes.
+// The tensors that the first stage takes, and the labels that the loss takes, on any device; the engine moves them.
 struct MicroBatch {
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> labels;
 };
 
-// Gives the next micro-batch of this rank's share of the data. It is asked on the ranks of the first and of the last
-// stage, which have to get the same ones.
+// Returns the next micro-batch of this rank's share of the data. The engine calls it on the ranks of the first and of
+// the last stage of a pipeline, and both have to return the same micro-batches.
 using BatchSource = std::function<MicroBatch()>;
 
-// The options and the result of Engine::eval_batch.
+// The options of Engine::eval_batch.
 struct EvalOptions {
-  std::optional<int64_t> num_micro_batches;  // default: as in training
+  std::optional<int64_t> num_micro_batches;  // empty: gradient_accumulation_steps, as in training
   bool compute_loss = true;
   bool return_logits = false;     // the last layer's outputs
-  bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
+  bool broadcast_logits = false;  // with return_logits: gives them to all ranks of the pipeline
 };
+
+// The result of Engine::eval_batch.
 struct Evaluation {
   at::Tensor loss;  // the loss as train_batch() returns it; undefined without compute_loss
-  // With return_logits: the logits of each micro-batch, on the rank of the last stage.
+  // The outputs of the last layer for each micro-batch, with return_logits: on the rank of the last stage, or on all
+  // ranks of the pipeline with broadcast_logits. Else empty.
   std::vector<std::vector<at::Tensor>> logits;
 };
 
-// The mean loss of a micro-batch, a scalar, from the last layer's outputs and the labels.
+// A function that computes the mean loss of a micro-batch, a scalar, from the last layer's outputs and the labels.
 class LossFunction {
  public:
   LossFunction() = default;
-  // (outputs, labels) as two tensors, or as two Tensors.
+  // `function` takes (outputs, labels) as two tensors, or as two Tensors. In the first form a call with more or fewer
+  // than one output and one label throws UsageError.
   template <class Function>
   requires(!std::is_same_v<std::decay_t<Function>, LossFunction>)
       LossFunction(Function function) {  // NOLINT(google-explicit-constructor)
@@ -83,31 +89,34 @@ class LossFunction {
   std::function<at::Tensor(const Tensors&, const Tensors&)> function_;
 };
 
-// The loss is needed; all else has a default.
+// Options of a PipelineModule. Only the loss has to be given.
 struct PipelineOptions {
-  LossFunction loss;  // from the last layer's outputs and the labels
-  // These replace what the section "pipeline" of the ds_config says, where they are given.
-  std::optional<int> stages;                              // ranks of the pipeline
-  std::optional<std::string> schedule;                    // a kind, or a file (docs/pipeline.md)
-  std::optional<int> chunks;                              // stages a rank
-  std::optional<std::string> partition;                   // "parameters", "uniform", "type:REGEX", "profile"
-  std::optional<int64_t> activation_checkpoint_interval;  // so many layers are recomputed together in backward; 0: none
+  LossFunction loss;
+  // Where given, these six replace the keys of the same names in the section "pipeline" of the ds_config.
+  std::optional<int> stages;            // the number of ranks of the pipeline
+  std::optional<std::string> schedule;  // the name of a kind of schedule, or the path of a file (docs/pipeline.md)
+  std::optional<int> chunks;            // the number of stages of each rank
+  // The weights by which layers are cut into stages: their numbers of parameters ("parameters"), the same for all
+  // ("uniform"), layers whose type matches ("type:REGEX"), or measured seconds ("profile").
+  std::optional<std::string> partition;
+  std::optional<int64_t> activation_checkpoint_interval;  // the layers that backward recomputes together; 0: none
+  // Whether layer i is built with the default generators seeded with base_seed + i, so that its first values do not
+  // depend on the number of stages.
   std::optional<bool> seed_layers;
-  // seed_layers: layer i is built with the default generators seeded with base_seed + i, so that its start values do
-  // not depend on the stages.
   uint64_t base_seed = 1234;
   bool dynamic_shape = false;  // tensors between stages change their shapes from one micro-batch to the next
   Tensors profile_inputs;      // partition "profile": a micro-batch for the first layer, on the CPU
 };
 
-// Opaque: the stages and their ranks, and the tied layers, as the engine decides.
+// Opaque to programs: where the stages are, and which layers are tied, as the engine has decided.
 struct StagePlacement;
 struct TiedLayers;
 
-// The module of a pipeline, whose life is told above.
+// The module of a pipeline; see the top of this file. Programs use the constructor and forward(), the engine the rest.
 class PipelineModule : public torch::nn::Module {
  public:
-  // Throws UsageError for no layers, a missing loss, names that two layers share, and tied layers of different types.
+  // Throws UsageError for no layers, a missing loss, names that two layers share without a key, tied layers of
+  // different types or names, and layers that share weights without a key.
   PipelineModule(std::vector<LayerSpec> layers, PipelineOptions options);
   ~PipelineModule() override;
 
@@ -115,31 +124,33 @@ class PipelineModule : public torch::nn::Module {
   const std::vector<LayerSpec>& layers() const { return layers_; }
   const PipelineOptions& options() const { return options_; }
 
-  // Computes region(inputs) so that backward computes it again.
+  // A function that computes region(inputs) in such a way that backward recomputes it.
   using Region = std::function<Tensors(const std::function<Tensors(const Tensors&)>& region, const Tensors& inputs)>;
 
-  // Partitions the layers and builds those of this rank. Collective over the ranks of the pipeline. Called once, by
-  // engine::initialize.
+  // Partitions the layers and builds those of this rank. `checkpoint` runs the layers that are recomputed. Collective
+  // over the ranks of the pipeline. Called once, by engine::initialize; UsageError for a second call.
   void build(const StagePlacement& placement, Region checkpoint = {});
-  bool built() const { return !bounds_.empty(); }  // build() was called
-  // Stage s has layers [bounds()[s], bounds()[s + 1]).
+  bool built() const { return !bounds_.empty(); }  // whether build() was called
+  // The layers of the stages: stage s has those from bounds()[s] up to, not including, bounds()[s + 1].
   const std::vector<int>& bounds() const { return bounds_; }
-  // "layers 3-5 (h.2 to h.4)"
+  // Returns a text for messages: "layers 3 (h.2, gpt::Block) to 5 (h.4, gpt::Block)".
   std::string describe(int stage) const;
 
-  // Runs the layers of one stage. Throws UsageError naming stage and layer for what its layers throw, but for CommError
-  // and memory.
+  // Runs the layers of one stage, which this rank has. Exceptions of a layer are thrown again as UsageError (IoError
+  // and ConfigError keep their type) with stage and layer in the message; CommError, NonFiniteError, InternalError and
+  // a lack of memory pass unchanged.
   Tensors forward_stage(int stage, const Tensors& inputs) const;
-  // Runs all layers, where one rank has all of them.
+  // Run all layers. Throw UsageError on a rank that does not have all of them, and before engine::initialize.
   Tensors forward(const Tensors& inputs) const;
   at::Tensor forward(const at::Tensor& input) const;
 
-  // The groups of tied layers, ordered by key, equal on all ranks.
+  // The tied layers that several ranks have, one entry for each key, ordered by key, equal on all ranks.
   const std::vector<TiedLayers>& tied() const { return tied_; }
-  // The parameters of a key that this rank has; the parameters of a stage's layers, if the stage is this rank's.
+  // Returns this rank's parameters of the layers of a key; empty where it has none of them.
   std::vector<at::Tensor> tied_parameters(const std::string& key) const;
+  // Returns the parameters of a stage's layers; empty where the stage is another rank's.
   std::vector<at::Tensor> parameters_of(int stage) const;
-  // The rank of each stage.
+  // The number in the pipeline of each stage's rank.
   const std::vector<int>& placement() const { return rank_of_; }
   // Whether a parameter or buffer of this full name belongs to a layer of another rank.
   bool is_elsewhere(const std::string& name) const;

@@ -1,5 +1,5 @@
-// The text that the user reads when a rank failed or died, which launcher/processes/rank_processes.cc notices. Pure,
-// but for flight_lines().
+// The text that the user reads when a rank failed or died, which launcher/processes/rank_processes.cc notices. Which
+// rank is to blame is decided in job.cc: Note [Who failed first] (job.h). Pure, but for flight_lines().
 #pragma once
 
 #include <sys/types.h>

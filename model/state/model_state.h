@@ -1,8 +1,8 @@
-// The model as one rank has it: module, plan, ranks, parameters, buckets, masters, gradients and optimizer. Saving,
-// loading and reading a model take it; an engine and the wrappers of loops drive it.
+// The state of a model on one rank: module, plan, ranks, parameters, buckets, masters, gradients and optimizer. The
+// functions that save, load and read a model take it; an engine and the wrappers of loops own one and drive it.
 //
-// It does not know in which order it may be used (config/order) and makes no steps (engine/update). Buckets are
-// numbered: trainable ones first, then frozen ones. Used by one thread.
+// It does not check the order of calls (config/order does) and makes no steps (engine/update does). Buckets are
+// numbered, trainable ones first, then frozen ones. Used by one thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,15 +44,15 @@ struct GradientDeps {
   std::unique_ptr<zero::GradientReducer> reducer;
 };
 
-// The masters of a bucket before 16-bit values that the program has set took their place (take_over_changes), on the
-// host. An element that shows its old 16-bit value again gets its old master back, so that weights that are swapped in,
-// read and swapped out again lose nothing.
+// The masters that a bucket had before the program set its 16-bit parameters (take_over_changes), on the host. An
+// element that gets its old 16-bit value again gets its old master back, so that weights that are swapped in, read and
+// swapped out again lose nothing.
 struct OverwrittenMaster {
-  at::Tensor master;  // what this rank has of it
+  at::Tensor master;  // flat: the elements that this rank has
   at::Tensor shown;   // its elements as the parameters had them, in the model's dtype
 };
 
-// Later members refer to earlier ones; members are destroyed in reverse order.
+// One rank's state of a model; see the top of this file. Later members refer to earlier ones, and are destroyed first.
 struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
   Plan plan;
@@ -63,25 +63,26 @@ struct ModelState {
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // names and shapes of `parameters`, for optimizers
   std::vector<zero::Parameter> frozen;        // parameters without a gradient
-  FrozenHere frozen_here;                     // only without an optimizer: what the engine froze itself, until it ends
+  FrozenHere frozen_here;                     // without an optimizer: the parameters that the engine itself has frozen
   std::vector<int64_t> row_widths;            // by parameter: the width of a row-wise table's rows; else 0
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
-  // By bucket: the weights that the optimizer updates, in plan.master_dtype. Views of the buckets, except where these
-  // have another dtype, an optimizer asks for copies (separate_master), or masters are offloaded.
+  // By bucket: the weights that the optimizer updates, flat, in plan.master_dtype, as many as own_part() has. Views of
+  // the buckets, except where these have another dtype, an optimizer asks for copies (separate_master), or masters are
+  // offloaded.
   std::vector<at::Tensor> masters;
   std::map<size_t, OverwrittenMaster> overwritten;  // by trainable bucket, since the last update
   GradientDeps gradients;
-  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups to add and count over, ranks to compare
+  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups that add gradients and norms, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
   ModelOptimizer optimizer;
   std::unique_ptr<WeightAverage> average;                             // null: the program has asked for none
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
-  // Modules that the config has chosen recompute activations as long as this lives; null: none do.
+  // While it lives, the modules that the config has chosen recompute their activations; null: none do.
   std::shared_ptr<const void> recomputed;
-  checkpoint::TagOwner tags;  // who saves checkpoints of the model
+  checkpoint::TagOwner tags;  // the owner of the checkpoints that are saved of this model
 
   // Returns the groups of ranks that share a bucket. zero::GradientExchange::groups_of() gives the reducer the same
   // ones.
@@ -105,9 +106,10 @@ struct ModelState {
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
   // Whether a trainable bucket is a row-wise table (model/state/row_wise.h).
   bool is_row_wise(size_t bucket) const { return buckets[bucket].layout().row_width > 0; }
-  // Returns the elements of a trainable bucket that this rank updates: its slice, or the whole bucket.
+  // Returns the elements of a trainable bucket that this rank updates, as a flat view of the bucket: its slice where
+  // the plan partitions the optimizer (stages 1 to 3), else the whole bucket.
   at::Tensor own_part(size_t bucket) const;
-  // Calls `use` with the master of a bucket while it is in memory. `changes`: `use` writes there.
+  // Calls `use` with the master of a bucket, which is in memory during the call. `changes`: `use` writes to it.
   void use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use) const;
   // Tells the reducer whether the optimizer's next step takes reduced gradients, or this rank's own unreduced ones
   // (1-bit optimizers in steps that compress). Called between steps.

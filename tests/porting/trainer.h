@@ -1,5 +1,5 @@
-// What a program asks for that is written once: run in one process it is the plain loop over the global batch, on ranks
-// the same loop on the engine.
+// A training loop that a test writes once and runs in two ways: in one process over the global batch with LibTorch
+// alone ("the plain loop"), and on several ranks with the engine. Tests compare the losses of the two.
 #pragma once
 
 #include <functional>
@@ -12,13 +12,13 @@
 
 namespace ds::engine {
 
-// How a model is trained. The default is AdamW with a decay of 0.01, of the engine's config.
+// How a model is trained. Without an optimizer of the program it is AdamW with a weight decay of 0.01.
 struct Recipe {
   double lr = 1e-3;
   double clip_norm = 0.0;                                   // 0: gradients are not clipped
   int accumulation = 1;                                     // micro-batches of a step
   std::function<double(int64_t)> lr_factor = {};            // takes the number of updates so far
-  std::shared_ptr<torch::optim::Optimizer> optimizer = {};  // the program's own
+  std::shared_ptr<torch::optim::Optimizer> optimizer = {};  // a client optimizer; null: AdamW
   Config keys = Config::object();                           // further keys of the engine's config
 };
 
@@ -26,11 +26,12 @@ struct Recipe {
 class TrainedModel {
  public:
   virtual ~TrainedModel() = default;
-  // Adds the gradients of a micro-batch. `loss` is its mean or, with `scale_wrt_gas` false, its part of the step's.
+  // Adds the gradients of a micro-batch. `loss` is the mean of the micro-batch or, with `scale_wrt_gas` false, its
+  // share of the loss of the step.
   virtual void backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true) = 0;
   // Counts a micro-batch; after the last one of a step updates the weights.
   virtual void step() = 0;
-  // Runs `body` with all parameters whole, so that ranks may use different ones.
+  // Runs `body` with all parameters gathered, so that ranks may use different ones. Collective.
   virtual void with_whole_weights(const std::function<void()>& body) = 0;
   // Writes the weights, or the trained ones alone, to a file that every rank can read. Returns its path.
   virtual std::string save(const std::string& file, bool exclude_frozen = false) = 0;
@@ -38,11 +39,12 @@ class TrainedModel {
   virtual std::shared_ptr<Engine> engine() const { return nullptr; }
 };
 
+// Trains models in one of the two ways.
 class Trainer {
  public:
-  // The plain loop.
+  // Trains in the plain loop.
   Trainer() = default;
-  // A rank on the engine. `zero`: the section zero_optimization of every config.
+  // Trains as one rank of the engine. `ranks` outlives it; `zero` is the section zero_optimization of every config.
   Trainer(comm::Communicator& ranks, Config zero) : ranks_(&ranks), zero_(std::move(zero)) {}
 
   // The ranks of the job; null in the plain loop.
@@ -52,18 +54,20 @@ class Trainer {
   // The config of a recipe's engine.
   Config config(const Recipe& recipe) const;
 
+  // Returns the model with its optimizer, on the engine or not. On the engine it is collective.
   std::shared_ptr<TrainedModel> train(const std::shared_ptr<torch::nn::Module>& model, const Recipe& recipe = {}) const;
-  // Takes a model that is evaluated only.
+  // Returns a model that is evaluated only, in evaluation mode.
   std::shared_ptr<TrainedModel> evaluate(const std::shared_ptr<torch::nn::Module>& model) const;
   // Runs backward of one loss over several models.
   void backward(const at::Tensor& loss, const std::vector<std::shared_ptr<TrainedModel>>& models) const;
 
-  // This rank's part of a global batch.
+  // Returns this rank's part of a global batch.
   at::Tensor part(const at::Tensor& batch) const { return ranks_ == nullptr ? batch : part_of(batch, *ranks_); }
-  // The sum and the mean over ranks, without a gradient.
+  // Return the sum and the mean over ranks, without a gradient. Collective.
   at::Tensor sum(const at::Tensor& value) const;
   at::Tensor mean(const at::Tensor& value) const { return sum(value) / world(); }
-  // The loss per item of a global batch whose ranks have different counts of items: its mean over ranks is that loss.
+  // Returns this rank's loss for a global batch of which ranks have different numbers of items: the mean over ranks is
+  // the sum of all losses divided by the number of all items. Collective.
   at::Tensor per_item(const at::Tensor& sum_of_losses, const at::Tensor& items) const {
     return sum_of_losses * (world() / sum(items.to(torch::kDouble)).item<double>());
   }
@@ -73,7 +77,7 @@ class Trainer {
   Config zero_;
 };
 
-// A program that one function is, which returns the losses of this rank.
+// Makes a test program of one function, which trains by the Trainer that it gets and returns the losses of this rank.
 inline Program written_once(std::string name, Losses (*train)(const Trainer&), double tolerance = 1e-6) {
   return {.name = std::move(name),
           .tolerance = tolerance,
@@ -82,7 +86,7 @@ inline Program written_once(std::string name, Losses (*train)(const Trainer&), d
                                      const Config& zero) { return train(Trainer(communicator, zero)); }};
 }
 
-// The sum of all weights without their signs, which programs add to their losses.
+// Returns the sum of the absolute values of all weights, which programs add to their losses to compare weights, too.
 double sum_of_weights(const torch::nn::Module& model);
 
 inline at::Tensor normal(at::IntArrayRef sizes, uint64_t seed) {

@@ -1,8 +1,9 @@
 // ZeRO-3: parameters are full (unsharded) only while operators read them.
 //
-// Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, the
-// bucket's memory is taken and filled by an all_gather; it is given back once the pass has moved on. Operators trigger
-// the gather, not modules; so modules need no hooks and no declarations.
+// Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, memory for
+// the bucket is allocated and filled by an all_gather; it is released once the pass has moved on. Operators trigger the
+// gather, not modules; so modules need no hooks and no declarations. On a GPU the current stream is
+// ordered after the gather, and the host does not wait (BucketGather).
 //
 // A bucket that is not sharded (persistent parameters) stays full: it is gathered after an update, and waited for at
 // its first use. What else keeps a bucket full: Note [What keeps a bucket full] (zero/gather/live_buckets.h).
@@ -51,9 +52,9 @@ class RankMeeting {
 
   // Whether ranks meet in every pass. On a device, whose communicators compare nothing, they meet before updates only.
   bool is_in_every_pass() const { return sent_.is_cpu(); }
-  // Waits for the meeting before and begins the next one. Collective; throws CommError for either.
+  // Waits for the last meeting and begins the next one. `where` is its label. Collective; throws CommError for either.
   void begin(const char* where);
-  // Waits for the others. Throws CommError.
+  // Waits until all ranks have begun the last meeting. Throws CommError.
   void wait();
 
  private:
@@ -63,7 +64,8 @@ class RankMeeting {
   comm::Work met_;
 };
 
-// Makes the parameters of a bucket full before an operator reads them, and releases them afterwards.
+// Makes the parameters of a bucket full before an operator reads them, and releases them afterwards. The overridden
+// methods and the thread that calls them are described in ParameterAccess.
 //
 // It sees the operators; GatherSchedule decides what is gathered and released, and LiveBuckets does it. The order of
 // all_gathers depends only on the operators that a rank runs. So ranks that run different operators call different
@@ -95,10 +97,10 @@ class ParameterGatherer : public ParameterAccess {
 
   // `buckets`: those of trainable and of frozen parameters. They and the groups of `routes` outlive the gatherer.
   // `end_text`: the end of the error message for a parameter that is read after the gatherer was destroyed: "parameter
-  // NAME or one beside it was read after TEXT".
+  // NAME or one beside it was read after TEXT". Throws UsageError where this thread has at::RecordFunction disabled.
   ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes, GatherLimits limits,
                     std::string end_text = kEndOfEngine);
-  // Waits for gathers under way. Sharded parameters lose their elements: read them before.
+  // Waits for gathers under way, and logs their errors. Sharded parameters lose their elements: read them before.
   ~ParameterGatherer() override;
 
   void begin_backward(bool update_follows) override;

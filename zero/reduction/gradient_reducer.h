@@ -13,8 +13,9 @@
 // Plain gradients (ReducerOptions::plain_gradients()): the program calls loss.backward() itself, and .grad belongs to
 // it, as in torch. Several engines on one thread: zero/reduction/neighbour_passes.h.
 //
-// Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
-// autograd's device threads and take a lock.
+// The dtypes of gradients, and whether they are added or averaged: ReducerOptions (zero/reduction/reducer_options.h).
+//
+// Threads: all methods belong to the engine's thread; the hooks may run on autograd's device threads and take a lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,22 +40,23 @@
 
 namespace ds::zero {
 
+// Collects and reduces the gradients of the trainable buckets; see the top of this file.
 class GradientReducer {
  public:
-  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops the
-  // gradients that parameters already have, unless they are plain. No parameter may have a hook of another reducer;
-  // collect_parameters() (model/) checks that.
+  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter, which the
+  // destructor removes, and drops the gradients that parameters already have, unless they are plain. No parameter may
+  // have a hook of another reducer; collect_parameters() (model/) checks that.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                   ReduceRoutes routes, const ReducerOptions& options);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // With `local`, nothing is sent from now on: gradient() is this rank's own gradient of the full bucket. Without it,
-  // buckets are reduced again. For optimizers that exchange something else than gradients. To be called between steps,
-  // while no gradient is held. A change throws UsageError while gradients are held, with the policy
-  // kReduceScatterEveryBackward, with replicas (ReduceRoutes::replicas), and where reduced gradients are kept in host
-  // memory (ReduceRoutes::elsewhere).
+  // True: nothing is sent from now on, and gradient() is this rank's own gradient of the full bucket, for optimizers
+  // that exchange something else than gradients. False: buckets are reduced again. To be called between steps, while no
+  // gradient is held. A change throws UsageError while a bucket's reduction is under way or its result is kept, with
+  // the policy kReduceScatterEveryBackward, with replicas (ReduceRoutes::replicas), and where reduced gradients are
+  // kept in host memory (ReduceRoutes::elsewhere).
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
@@ -67,23 +69,24 @@ class GradientReducer {
   // Begin and end every backward pass. `synchronize`: false under no_sync; the pass then reduces nothing. `boundary`:
   // this is the last micro-batch of an accumulation; only kReduceScatterEveryBackward reduces before it. `in_pass` says
   // for each bucket whether the pass may give it gradients, the same on all ranks; empty: all may. Where every pass
-  // reduces, the other buckets are left alone, unless an earlier pass was not reduced. begin_backward() throws
-  // UsageError while a pass runs, after a failed pass or finish() until reset(), and while gradients of another
-  // engine's pass are left. With plain gradients a pass may follow a failed one at once; .grad is then as that one left
-  // it, without what abandon_backward() dropped.
+  // reduces, a bucket outside of `in_pass` is not reduced, unless an earlier pass was not reduced. begin_backward()
+  // throws UsageError while a pass runs, after a failed pass and after finish() with replicas until reset(), and while
+  // gradients of another engine's pass are left. With plain gradients a pass may follow a failed one at once; .grad is
+  // then as that one left it, without the gradients that abandon_backward() dropped.
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
   // is complete first may be another engine's on another rank.
   void reduce_after_next_pass() { waits_for_end_ = true; }
-  // Ends a pass that threw, in place of end_backward(): the gradients it left can only be dropped. Plain gradients that
-  // are views of a bucket whose reduction is under way are dropped here.
+  // Ends a pass that threw, in place of end_backward(). Its gradients can only be dropped, by reset(). Plain gradients
+  // that are views of a bucket whose reduction is under way are dropped here.
   void abandon_backward();
   bool failed() const { return state_ == PassState::kFailed; }  // whether the last pass threw
 
-  // Reduces what is still local (passes under no_sync, a boundary that was declared late) , waits for every reduction,
-  // and adds up the replicas (ReduceRoutes::replicas), after which no pass can add to them until reset(). Throws
-  // UsageError while a pass runs, after one that failed, and while gradients of another engine's pass are left.
+  // Reduces gradients that are still local (passes under no_sync, a boundary that was declared late), waits for every
+  // reduction, and adds up the replicas (ReduceRoutes::replicas), after which no pass can add to them until reset().
+  // Collective. Throws UsageError while a pass runs, after one that failed, and while gradients of another engine's
+  // pass are left; CommError where a reduction has failed.
   void finish();
   // For plain gradients: multiplies the reduced gradients by `factor` and puts them into .grad of the `used` parameters
   // (by number; empty: all). To be called after finish().
@@ -92,9 +95,10 @@ class GradientReducer {
   // activation checkpointing, which runs backward passes inside the pass, and where a gradient is complete only when
   // the pass ends.
   bool any_repeated() const { return any_repeated_; }
-  // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice; with
-  // keep_local(true) this rank's own gradient of the full bucket. Of a row-wise table (BucketLayout::row_width) all
-  // rows that have one, on every rank: sparse and coalesced. Undefined before any backward.
+  // Returns the reduced gradient of a bucket after finish(), a flat tensor in ReducerOptions::gradient_dtype that the
+  // reducer keeps: of the full bucket at stage 0, else of this rank's slice; with keep_local(true) this rank's own
+  // gradient of the full bucket. For a row-wise table (BucketLayout::row_width) it holds all rows that have a gradient,
+  // on every rank, as a coalesced sparse tensor. Undefined before any backward.
   at::Tensor gradient(size_t bucket) const;
   // Drops all gradients, reduced or not. Not to be called while a pass runs.
   void reset();
