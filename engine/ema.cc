@@ -52,8 +52,9 @@ EmaScope::EmaScope(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) 
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(state.average->values(b)); });
     }
-    impl.watch->average_shown(true);
     show(impl, /*waits=*/true);
+    impl.watch->average_shown(
+        true);     // after it: a change of the version while parameters are gathered is the program's
   } catch (...) {  // no destructor follows
     restore();
     throw;

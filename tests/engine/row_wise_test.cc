@@ -291,11 +291,12 @@ TEST(RowWiseTables, ThePlanSaysWhichTablesAreDenseAndWhy) {
   expect_dense({{"zero_force_ds_cpu_optimizer", false},
                 {"zero_optimization", {{"stage", 1}, {"offload_optimizer", {{"device", "cpu"}}}}}},
                "offload_optimizer updates whole slices");
-  EXPECT_THAT(plan_of({}, {.tied = true}), AllOf(HasSubstr("words_again: dense"), HasSubstr("tied to words.weight"),
-                                                 HasSubstr("tags.weight: row-wise")));
-  EXPECT_THAT(plan_of({}, {.max_norm = 1.0}),
+  EXPECT_THAT(
+      plan_of(ordered_json::object(), {.tied = true}),
+      AllOf(HasSubstr("words_again: dense"), HasSubstr("tied to words.weight"), HasSubstr("tags.weight: row-wise")));
+  EXPECT_THAT(plan_of(ordered_json::object(), {.max_norm = 1.0}),
               AllOf(HasSubstr("words.weight: dense"), HasSubstr("max_norm changes rows in forward")));
-  EXPECT_EQ(plan_of({}, {.sparse = false}).find("sparse tables"), std::string::npos);
+  EXPECT_EQ(plan_of(ordered_json::object(), {.sparse = false}).find("sparse tables"), std::string::npos);
   EXPECT_THAT(
       [&] {
         plan_of({{"optimizer", {{"type", "SparseAdam"}}}, {"bf16", {{"enabled", true}}}}, {});

@@ -325,8 +325,8 @@ TEST(PipelineHabits, UndefinedAndSparseTensorsAreNamed) {
                             MicroBatch batch = ones();
                             batch.labels.emplace_back();
                             return batch;
-                          })[1],
-              HasSubstr("micro-batch 0, source of stage 1: label 1 is undefined"));
+                          })[0],
+              HasSubstr("micro-batch 0, source of stage 0: label 1 is undefined"));
 }
 
 TEST(PipelineHabits, ErrorsInBackwardAndInTheSourceHaveAPlace) {

@@ -13,7 +13,7 @@
 #include "tests/porting/ported_run.h"
 #include "tests/support/scratch_folder.h"
 
-namespace ds::engine {
+namespace ds::engine::patterns {
 namespace {
 
 using Model = SmallNet;
@@ -338,4 +338,4 @@ TEST(PatternsPage, EveryProgramOfThePageStandsInThisFile) {
 }
 
 }  // namespace
-}  // namespace ds::engine
+}  // namespace ds::engine::patterns
