@@ -112,12 +112,15 @@ TEST(Overloads, OfConversionsKeepTheCut) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
     const at::Tensor x = distribute(at::ones({4, 6}), axis, 1);
     for (const at::Tensor& converted :
-         {x.to(at::kDouble), x.to(at::Device(at::kCPU), at::kDouble), x.to(x.new_zeros({1}, at::kDouble)),
-          x.to(at::TensorOptions().dtype(at::kDouble)), x.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)}) {
+         {x.to(at::kDouble), x.to(x.new_zeros({1}, at::kDouble)), x.to(at::TensorOptions().dtype(at::kDouble)),
+          x.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)}) {
       EXPECT_TRUE(is_split(converted));
       EXPECT_EQ(converted.scalar_type(), at::kDouble);
     }
     EXPECT_TRUE(axis->joined_operators().empty());
+    const at::Tensor whole = x.to(at::Device(at::kCPU), at::kDouble);  // what printing asks for, to read its memory
+    EXPECT_FALSE(is_split(whole));
+    EXPECT_TRUE(whole.equal(at::ones({4, 6}, at::kDouble)));
   });
 }
 

@@ -189,19 +189,19 @@ TEST(TensorParallelData, NumbersThatOperatorsMadeMayDifferInTheirLastBits) {
     parts.note_data(tensor);
     return parts.take_data_digest().of_host;
   };
-  const at::Tensor mask = at::arange(6, at::kFloat);
+  const at::Tensor mask = at::arange(36, at::kFloat);
   EXPECT_EQ(digest(mask), digest(mask * (1 + 1e-6)));
-  EXPECT_NE(digest(mask), digest(mask.view({2, 3})));
+  EXPECT_NE(digest(mask), digest(mask.view({6, 6})));
   const auto projection = [](const at::Tensor& tensor) {
     TensorParts parts;
     parts.note_data(tensor);
     return parts.take_data_digest().projection.item<double>();
   };
   EXPECT_NEAR(projection(mask), projection(mask * (1 + 1e-6)), 1e-5);
-  for (const at::Tensor& other : {mask.flip(0), mask * 1.01, at::ones({6}), mask.gt(2)}) {
+  for (const at::Tensor& other : {mask.flip(0), mask * 1.01, at::ones({36}), mask.gt(20)}) {
     EXPECT_GT(std::abs(projection(mask) - projection(other)), 5e-3) << other;
   }
-  EXPECT_NE(projection(mask.gt(2)), projection(mask.lt(3)));
+  EXPECT_NE(projection(mask.gt(17)), projection(mask.lt(18)));
   const at::Tensor tokens = at::arange(6);
   EXPECT_EQ(digest(tokens), digest(tokens.clone()));
   EXPECT_NE(digest(tokens), digest(tokens + (tokens == 3)));
