@@ -231,14 +231,14 @@ Losses train_neural_ode(const Trainer& trainer) {
 
 // --- truncated backpropagation through time: the hidden state goes on between steps ---------------------------------
 
-constexpr int64_t kHidden = 16;
+constexpr int64_t kStateSize = 16;
 constexpr int64_t kTimes = 6;
 
 struct MemoryImpl : nn::Module {
   explicit MemoryImpl(int64_t batch) {
-    rnn = register_module("rnn", nn::GRU(2, kHidden));
-    out = register_module("out", nn::Linear(kHidden, 2));
-    hidden = register_buffer("hidden", torch::zeros({1, batch, kHidden}));
+    rnn = register_module("rnn", nn::GRU(2, kStateSize));
+    out = register_module("out", nn::Linear(kStateSize, 2));
+    hidden = register_buffer("hidden", torch::zeros({1, batch, kStateSize}));
     draw_weights(*this, 51);
   }
   at::Tensor loss(const at::Tensor& signal) {  // [time + 1, batch, 2]

@@ -34,16 +34,16 @@ at::Tensor bce(const at::Tensor& logits, double target) {
   return torch::nn::functional::binary_cross_entropy_with_logits(logits, torch::full_like(logits, target));
 }
 
-using Backward = std::function<void(const at::Tensor&)>;
+using EngineBackward = std::function<void(const at::Tensor&)>;
 using Call = std::function<void()>;
 
 // One step of the standard loop, as in PyTorch's DCGAN.
 struct Calls {
   Call zero_critic;
-  Backward critic_backward;
+  EngineBackward critic_backward;
   Call critic_step;
   Call zero_generator;
-  Backward generator_backward;
+  EngineBackward generator_backward;
   Call generator_step;
 };
 

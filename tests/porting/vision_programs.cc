@@ -177,11 +177,11 @@ at::Tensor cross_entropy(const at::Tensor& scores, const at::Tensor& labels) {
   return torch::cross_entropy_loss(scores, labels);
 }
 
-struct LabelledImages {
+struct MarkedImages {
   at::Tensor images, labels;
 };
 
-LabelledImages labelled_images(int step) {
+MarkedImages labelled_images(int step) {
   const at::Tensor images = normal({kGlobalBatch, 1, 8, 8}, 7500 + static_cast<uint64_t>(step));
   return {images, (images.mean({1, 2, 3}) * 40).floor().to(torch::kLong).remainder(5)};
 }
@@ -307,7 +307,7 @@ struct ClassifierImpl : nn::Module {
 TORCH_MODULE(Classifier);
 
 // A bright quarter of the image is the class.
-LabelledImages quarters(int64_t count, uint64_t seed) {
+MarkedImages quarters(int64_t count, uint64_t seed) {
   const at::Tensor labels = integers(4, {count}, seed);
   const at::Tensor bright = torch::one_hot(labels, 4).to(torch::kFloat).view({count, 1, 2, 2});
   return {0.3 * normal({count, 1, 8, 8}, seed + 500) + torch::upsample_nearest2d(bright, {8, 8}), labels};
