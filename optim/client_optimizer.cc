@@ -127,7 +127,7 @@ void ClientOptimizer::begin_step() {
   SliceOptimizer::begin_step();
 }
 
-// Also without a row: the optimizer counts its steps, and ranks compare these.
+// Steps without a row, too: the optimizer counts its steps, and ranks compare these.
 void ClientOptimizer::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
   const Slice& own = slice(index);
   if (!kind_of(own)) return;
