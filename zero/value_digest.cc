@@ -41,7 +41,8 @@ at::Tensor device_digest_of(const at::Tensor& integers) {
 at::Tensor device_projection_of(const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const at::Tensor sample = sample_of(values).to(at::kDouble).nan_to_num(/*nan=*/2, /*posinf=*/1, /*neginf=*/-1);
-  // The sines of squares are a chirp, which has all frequencies, so that smooth values in another order have another projection.
+  // The sines of squares are a chirp, which has all frequencies, so that smooth values in another order have another
+  // projection.
   constexpr double kFrequency = 2.399963;
   const at::Tensor weights = at::arange(1, sample.numel() + 1, sample.options()).square_().mul_(kFrequency).sin_();
   const at::Tensor magnitude = sample.abs().sum().clamp_min(1e-6);  // less counts as zeros

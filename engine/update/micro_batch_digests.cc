@@ -25,7 +25,8 @@ namespace {
 
 constexpr size_t kKinds = 2;  // inputs and labels
 constexpr int64_t kLowBits = 0xFFFFFFFF;
-// The tolerance for floating-point numbers that two hosts have computed, relative to their magnitude; random draws differ by more.
+// The tolerance for floating-point numbers that two hosts have computed, relative to their magnitude; random draws
+// differ by more.
 constexpr double kRounding = 1e-5;
 
 // The places of the numbers of one kind. Of the last stage all up to kMagnitude are taken away.

@@ -47,8 +47,8 @@ struct AxisPlace {
 using Numbers = std::array<int64_t, AxisPlace::kPlaces>;
 
 constexpr double kLossTolerance = 1e-4;
-// The tolerance for a mean of projections, which are near 1 in size: a batch of 1024 other numbers moves one by some 0.03, other last
-// bits of float32 by 1e-7, of bfloat16 by 1e-4.
+// The tolerance for a mean of projections, which are near 1 in size: a batch of 1024 other numbers moves one by some
+// 0.03, other last bits of float32 by 1e-7, of bfloat16 by 1e-4.
 constexpr double kValuesTolerance = 1e-3;
 constexpr uint64_t kDigestFactor = 0x9E3779B97F4A7C15;
 
