@@ -199,7 +199,7 @@ TEST(TensorParallelData, NumbersThatOperatorsMadeMayDifferInTheirLastBits) {
   };
   EXPECT_NEAR(projection(mask), projection(mask * (1 + 1e-6)), 1e-5);
   for (const at::Tensor& other : {mask.flip(0), mask * 1.01, at::ones({36}), mask.gt(20)}) {
-    EXPECT_GT(std::abs(projection(mask) - projection(other)), 5e-3) << other;
+    EXPECT_GT(std::abs(projection(mask) - projection(other)), 2e-3) << "twice what ranks tolerate: " << other;
   }
   EXPECT_NE(projection(mask.gt(17)), projection(mask.lt(18)));
   const at::Tensor tokens = at::arange(6);
