@@ -217,7 +217,9 @@ TEST(Ema, OfTheStagesOfAPipeline) {
     torch::set_num_threads(1);
     const auto model = std::make_shared<PipelineModule>(pipeline::layers_of(4, /*tied=*/true),
                                                         pipeline::PipelineOptions{.loss = pipeline::cross_entropy});
-    const auto engine = start_ema(model, ordered_json(pipeline::config_of(2, "1f1b", 1)), ranks);
+    ordered_json config = pipeline::config_of(2, "1f1b", 1);
+    config["log_level"] = "info";  // of the process, in which other tests read what is logged
+    const auto engine = start_ema(model, config, ranks);
     Expected expected(masters(*engine), kOptions);
     int64_t micro = 0;
     const auto batches = [&] { return pipeline::tokens_of(micro++, 0); };

@@ -57,10 +57,7 @@ TORCH_MODULE(ExportedNet);
 // A module as plain LibTorch makes and loads it.
 State loaded_by_torch(const std::string& path, torch::Dtype dtype = torch::kFloat) {
   ExportedNet fresh;
-  for (at::Tensor& parameter : fresh->parameters()) parameter.set_data(parameter.data().to(dtype));
-  for (at::Tensor& buffer : fresh->buffers()) {  // to() of LibTorch's modules would convert the count of batches
-    if (buffer.is_floating_point()) buffer.set_data(buffer.to(dtype));
-  }
+  if (dtype != torch::kFloat) fresh->to(dtype);  // which converts the count of batches, too
   for (at::Tensor& parameter : fresh->parameters()) parameter.data().fill_(7);
   torch::load(fresh, path);
   EXPECT_FALSE(fresh->frozen.requires_grad());
