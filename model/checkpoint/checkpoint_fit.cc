@@ -51,7 +51,7 @@ std::pair<std::string, std::vector<int64_t>> CheckpointFit::state_of(const std::
 
 std::string CheckpointFit::average(const zero::Parameter& parameter) const {
   const std::string name = stored_name(parameter.name);
-  const std::string path = checkpoint::ema_path(name);
+  std::string path = checkpoint::ema_path(name);
   if (name.empty() || !source_.contains(path)) return {};
   const std::vector<int64_t> sizes = parameter.whole_sizes();
   require(source_.info(path).sizes == sizes, source_.location(), ": load_checkpoint: \"", path, "\": expected shape ",
