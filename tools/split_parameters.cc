@@ -123,7 +123,7 @@ std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path,
 
 ordered_json parsed(const std::string& text, const std::string& path) {
   JsonDepth depth;
-  ordered_json json = parse_json<ordered_json>(text, std::ref(depth), /*allow_exceptions=*/false);
+  auto json = parse_json<ordered_json>(text, std::ref(depth), /*allow_exceptions=*/false);
   require<IoError>(!depth.exceeded() && json.is_object(), path,
                    ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
