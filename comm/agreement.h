@@ -46,7 +46,8 @@ struct RankFailure {
   std::string message;
 };
 // Does what failed_rank() does, and gives the ranks without a failure the message of the one that failed; nothing where
-// none did. For what a program is likely to see of some ranks only, such as the start.
+// none did. Use it for failures that some ranks alone are likely to have, such as those of the start; it exchanges one
+// text more.
 std::optional<RankFailure> failure_of_ranks(const std::exception_ptr& failure, c10::Device device, Communicator& ranks);
 
 // Returns the text of rank `root` on every rank.

@@ -12,7 +12,6 @@
 #include "core/log.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "model/checkpoint/fp32_model.h"
 #include "model/checkpoint/load_checkpoint.h"
 #include "model/checkpoint/save_checkpoint.h"
 #include "model/checkpoint/save_model.h"
@@ -60,8 +59,7 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   self.named([&] { self.order.require(Call::kSaveCheckpoint); });
   const Phases::Scope phase(self.phases, "save_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
-  self.named([&] { self.step->judge_late(); });
-  self.synchronize();
+  self.synchronize_judged();
   if (!self.order.micro_batches.at_start() && global_rank() == 0 &&
       !std::exchange(self.warned_of_unfinished_save, true)) {
     log::warning(
@@ -93,7 +91,6 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
     warn_of_own_schedule(self, rates);
   }
   self.watch->renew();
-  self.scaled_backward->counts().forget();  // also of a first micro-batch that failed
   self.accumulation_begins(/*restarted=*/true);
   return loaded;
 }
@@ -105,12 +102,10 @@ WeightsReport Engine::load_weights(const std::string& path, bool strict) {
   self.named([&] { self.order.require(Call::kLoadWeights); });
   const Phases::Scope phase(self.phases, "load_weights");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
-  self.named([&] { self.step->judge_late(); });
-  self.synchronize();
+  self.synchronize_judged();
   WeightsReport report = engine::load_weights(self.state, self.order.consistency, {path, strict});
   self.settings->forget_values();
   self.watch->renew();
-  self.scaled_backward->counts().forget();
   self.accumulation_begins(/*restarted=*/true);
   return report;
 }
@@ -125,8 +120,7 @@ std::string Engine::save_weights(const std::string& path, const SaveWeightsOptio
   self.order.require(Call::kSaveWeights);
   if (options.masters) self.order.scopes.require_own_weights("save_weights() with masters");
   const Phases::Scope phase(self.phases, "save_weights");
-  self.named([&] { self.step->judge_late(); });
-  self.synchronize();
+  self.synchronize_judged();
   save_chosen(self.state, path, options);
   return path;
 }
@@ -138,8 +132,7 @@ std::string Engine::save_fp32_model(const std::string& folder, const std::string
           "save_checkpoint() and then `ds-tool checkpoint convert --format torch`");
   self.order.require(Call::kSaveFp32Model);
   const Phases::Scope phase(self.phases, "save_fp32_model");
-  self.named([&] { self.step->judge_late(); });
-  self.synchronize();
+  self.synchronize_judged();
   const std::string path = (std::filesystem::path(folder) / filename).string();
   engine::save_fp32_model(self.state, path);
   return path;
@@ -158,8 +151,7 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
   const Phases::Scope phase(self.phases, "save_16bit_model");
-  self.named([&] { self.step->judge_late(); });
-  self.synchronize();
+  self.synchronize_judged();
   const std::string path = (std::filesystem::path(folder) / filename).string();
   save_model(self.state, path, !exclude_frozen_parameters, given ? std::optional(from.value_or(StateDict())) : from);
   return path;

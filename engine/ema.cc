@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "core/check.h"
@@ -24,10 +25,14 @@ Engine::Impl& averaging_impl(const std::shared_ptr<Engine>& engine, const char* 
   return impl;
 }
 
-// Gives the parameters what this rank has put into its parts of the buckets. `waits`: until they have arrived.
-void show(Engine::Impl& impl, bool waits) {
-  zero::ParameterAccess& access = *impl.state.access;
-  for (size_t b = 0; b < impl.state.buckets.size(); ++b) access.updated(b);
+// Puts values into this rank's part of each bucket, and gives them to the parameters. `waits`: until all have arrived.
+void show(Engine::Impl& impl, const std::function<at::Tensor(size_t bucket)>& values, bool waits) {
+  ModelState& state = impl.state;
+  zero::ParameterAccess& access = *state.access;
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(values(b)); });
+  }
+  for (size_t b = 0; b < state.buckets.size(); ++b) access.updated(b);
   access.end_update();
   if (waits) access.wait_all();
   at::autocast::clear_cache();  // casted copies of the weights before
@@ -41,20 +46,17 @@ EmaScope::EmaScope(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) 
   ModelState& state = impl.state;
   impl.named([&] { impl.order.require(Call::kEmaScope); });
   const Phases::Scope phase(impl.phases, "EmaScope");
-  impl.named([&] { impl.step->judge_late(); });
-  impl.synchronize();
+  impl.synchronize_judged();
   impl.saves.background().wait_copied();  // where masters are the parameters' own slices
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     state.buckets[b].kept_slice().use(/*changes=*/false, [&] { own_.push_back(state.own_part(b).clone()); });
   }
   impl.order.scopes.begin_ema();
   try {
-    for (size_t b = 0; b < state.buckets.size(); ++b) {
-      state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(state.average->values(b)); });
-    }
-    show(impl, /*waits=*/true);
-    impl.watch->average_shown(
-        true);     // after it: a change of the version while parameters are gathered is the program's
+    const auto averages = [&](size_t b) { return state.average->values(b); };
+    show(impl, averages, /*waits=*/true);
+    // Not before: while parameters are gathered, a change of their versions counts as one of the program's.
+    impl.watch->average_shown(true);
   } catch (...) {  // no destructor follows
     restore();
     throw;
@@ -84,10 +86,8 @@ void EmaScope::restore() noexcept {
     require(impl.order.scopes.gathers() == 0,
             "a scope of gathered_parameters() that began in it is still open: expected ",
             "its end before that of the EmaScope. Load a checkpoint to go on");
-    for (size_t b = 0; b < state.buckets.size(); ++b) {
-      state.buckets[b].kept_slice().use(/*changes=*/true, [&] { state.own_part(b).copy_(own_[b]); });
-    }
-    show(impl, /*waits=*/std::uncaught_exceptions() == 0);  // else other ranks may never come
+    const auto own = [&](size_t b) { return own_[b]; };
+    show(impl, own, /*waits=*/std::uncaught_exceptions() == 0);  // else other ranks may never come
   });
   impl.order.scopes.end_ema();
   impl.watch->average_shown(false);

@@ -94,7 +94,10 @@ struct Engine::Impl {
   void accumulation_begins(bool restarted = false) {
     accumulation_start = engine::accumulation_start(state, sampler.get());
     ++accumulations;
-    if (restarted) reporter->step_comes(progress.global_steps);
+    if (restarted) {
+      scaled_backward->counts().forget();  // also those of a first micro-batch that failed
+      reporter->step_comes(progress.global_steps);
+    }
     follow_compression(restarted);
   }
   // Calls `action`; of several engines, what it throws says whose it is.
@@ -122,6 +125,11 @@ struct Engine::Impl {
   void require_step(const char* call);
   // Waits for what is on its way, so that the state may be read. `judged_next` as of LateStep::read().
   void synchronize(bool judged_next = false);
+  // Does so once the last step is judged.
+  void synchronize_judged() {
+    named([&] { step->judge_late(); });
+    synchronize();
+  }
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to
   // name. Collective.
   at::Tensor reduced_gradient(const ParameterValues& values, const char* call);

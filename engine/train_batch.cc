@@ -110,6 +110,22 @@ std::shared_ptr<MicroBatchDigests> digests_of(const Engine::Impl& engine, int mi
   return std::make_shared<MicroBatchDigests>(micro_batches, stage);
 }
 
+void require_defined(const pipeline::Tensors& tensors, const char* kind) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    require(tensors[i].defined(), kind, i,
+            " is undefined: expected a tensor; leave it out, or give torch::empty({0}) in its place");
+  }
+}
+
+// Returns the next micro-batch of a source, and shows it to `taken`.
+pipeline::MicroBatch given_by(const pipeline::BatchSource& next, MicroBatchDigests* taken) {
+  pipeline::MicroBatch batch = next();
+  require_defined(batch.inputs, "input ");
+  require_defined(batch.labels, "label ");
+  if (taken) taken->see(batch);
+  return batch;
+}
+
 // Returns what stages compare, the settings of the step and the micro-batches, on the device; undefined where there is
 // one rank.
 at::Tensor facts_of_stages(Engine::Impl& engine, const std::shared_ptr<MicroBatchDigests>& taken) {
@@ -120,7 +136,7 @@ at::Tensor facts_of_stages(Engine::Impl& engine, const std::shared_ptr<MicroBatc
   return at::cat({sent_to(device, summable_digest(settings)), taken->summable(device)});
 }
 
-// What a runner leaves to the engine in training, but for the source. `self` outlives the result.
+// Returns the calls by which a runner trains, but for the source. `self` outlives the result.
 pipeline::StageCallbacks backward_callbacks(Engine::Impl& self) {
   return {.next = {},
           .root =
@@ -154,9 +170,7 @@ at::Tensor Engine::train_batch() {
 
 pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
   for (at::Tensor& input : batch.inputs) input = prepared(input);
-  for (at::Tensor& label : batch.labels) {
-    if (label.defined()) label = impl_->inputs->upload(label);
-  }
+  for (at::Tensor& label : batch.labels) label = impl_->inputs->upload(label);
   return batch;
 }
 
@@ -172,9 +186,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   const std::shared_ptr<MicroBatchDigests> taken = digests_of(self, micro_batches);
   pipeline::StageCallbacks callbacks = backward_callbacks(self);
   callbacks.next = [&] {
-    pipeline::MicroBatch batch = next();
-    if (taken) taken->see(batch);
-    batch = on_device(std::move(batch));
+    pipeline::MicroBatch batch = on_device(given_by(next, taken.get()));
     self.batches.begin(given++, self.loader.get());
     return batch;
   };
@@ -216,12 +228,8 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
   const Phases::Scope phase(self.phases, "eval_batch");
   const std::shared_ptr<MicroBatchDigests> taken = options.compute_loss ? digests_of(self, micro_batches) : nullptr;
-  const auto source = [&] {
-    pipeline::MicroBatch batch = next();
-    if (taken) taken->see(batch);
-    return on_device(std::move(batch));
-  };
-  const pipeline::StageCallbacks callbacks = {.next = source, .root = {}, .accumulate = {}, .inputs_only = {}};
+  const pipeline::StageCallbacks callbacks = {
+      .next = [&] { return on_device(given_by(next, taken.get())); }, .root = {}, .accumulate = {}, .inputs_only = {}};
   pipeline::StageRunner::Result result;
   {
     const EvaluationMode mode(self.state);

@@ -66,7 +66,7 @@ void Adagrad::update_all(const std::vector<SliceUpdate>& slices, const StepScale
       [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }
 
-void Adagrad::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+void Adagrad::update_rows(int64_t index, const TableRows& gradients, double gradient_scale) {
   Slice& slice = slices_.at(static_cast<size_t>(index));
   update_in_rows(slice, {&sum_[static_cast<size_t>(index)]}, gradients,
                  [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });

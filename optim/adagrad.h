@@ -22,7 +22,7 @@ class Adagrad final : public CopyingOptimizer, public RowOptimizer {
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
+  void update_rows(int64_t index, const TableRows& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   OptimizerTraits traits() const override {
     return {.state_bytes_per_element = 4, .device_kernels = DeviceKernels::kAllTypes};

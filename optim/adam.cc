@@ -119,7 +119,7 @@ GroupOptions Adam::options_of(const Slice& slice) const {
   return group;
 }
 
-void Adam::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+void Adam::update_rows(int64_t index, const TableRows& gradients, double gradient_scale) {
   ensure(rule_.lazy, "Adam moves rows without a gradient, SparseAdam does not");
   Slice& slice = slices_.at(static_cast<size_t>(index));
   AdamStates& own = states_[static_cast<size_t>(index)];

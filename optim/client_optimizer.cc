@@ -1,7 +1,6 @@
 #include "optim/client_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 
 #include <algorithm>
 #include <utility>
@@ -128,14 +127,12 @@ void ClientOptimizer::begin_step() {
 }
 
 // Steps without a row, too: the optimizer counts its steps, and ranks compare these.
-void ClientOptimizer::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+void ClientOptimizer::update_rows(int64_t index, const TableRows& gradients, double gradient_scale) {
   const Slice& own = slice(index);
   if (!kind_of(own)) return;
   const at::NoGradGuard no_grad;
   if (gradient_scale != 1.0) gradients.values.mul_(gradient_scale);
-  step_on(index, at::_sparse_coo_tensor_unsafe(gradients.rows.unsqueeze(0), gradients.values, leaf(index).sizes(),
-                                               gradients.values.options().layout(at::kSparse),
-                                               /*is_coalesced=*/true));
+  step_on(index, sparse_of(gradients, leaf(index).sizes(), /*coalesced=*/true));
 }
 
 void ClientOptimizer::step_on(int64_t index, const at::Tensor& gradient) {

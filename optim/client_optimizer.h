@@ -33,9 +33,9 @@ class ClientOptimizer final : public SliceOptimizer, public RowOptimizer {
   void hold(int64_t steps);
 
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
-  // Steps the optimizer with a sparse gradient, which torch's SGD and Adagrad take: their options and their bits.
   void begin_step() override;
-  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
+  // Steps the optimizer with a sparse gradient, which torch's SGD and Adagrad take: their options and their bits.
+  void update_rows(int64_t index, const TableRows& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   void states_changed(bool rank_states) override;
   OptimizerTraits traits() const override;

@@ -39,7 +39,7 @@ void require_row_wise(const std::string& optimizer, const GroupOptions& options)
           "optimizer before initialize(), which then makes no table row-wise");
 }
 
-void update_in_rows(Slice& slice, const std::vector<at::Tensor*>& states, const RowGradients& gradients,
+void update_in_rows(Slice& slice, const std::vector<at::Tensor*>& states, const TableRows& gradients,
                     const std::function<void(const at::Tensor& gradient)>& update) {
   ensure(slice.row_width > 0, "rows are updated where a slice has a row_width");
   if (gradients.rows.numel() == 0) return;

@@ -77,7 +77,7 @@ void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scal
                  });
 }
 
-void Sgd::update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) {
+void Sgd::update_rows(int64_t index, const TableRows& gradients, double gradient_scale) {
   Slice& slice = slices_.at(static_cast<size_t>(index));
   update_in_rows(slice, {}, gradients, [&](const at::Tensor& gradient) { update(index, gradient, gradient_scale); });
 }

@@ -21,7 +21,7 @@ class Sgd final : public SliceOptimizer, public RowOptimizer {
   Sgd(std::vector<GroupOptions> groups, SgdRule rule);
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  void update_rows(int64_t index, const RowGradients& gradients, double gradient_scale) override;
+  void update_rows(int64_t index, const TableRows& gradients, double gradient_scale) override;
   NamedStates states(int64_t index) override;
   OptimizerTraits traits() const override {
     return {.state_bytes_per_element = has_momentum_ ? 4 : 0, .device_kernels = DeviceKernels::kAllTypes};

@@ -55,11 +55,7 @@ void require_splits(const std::vector<int64_t>& splits, const char* name, const 
   const bool fit = static_cast<int>(splits.size()) == group.size() &&
                    std::all_of(splits.begin(), splits.end(), [](int64_t rows) { return rows >= 0; });
   require(fit, "all_to_all: ", name, ": expected a number of rows, 0 or more, for each of the ", group.size(),
-          " ranks, found ", lazy([&] {
-            std::string list;
-            for (const int64_t rows : splits) list += cat(list.empty() ? "" : ", ", rows);
-            return cat("[", list, "]");
-          }));
+          " ranks, found ", c10::IntArrayRef(splits));
 }
 
 }  // namespace

@@ -29,12 +29,14 @@ RuleTable all_rules() {
   return result;
 }
 
-// The rule for an operator, and whether LibTorch composes it of others.
+// What the schema of an operator tells, and the rule for it.
 struct KnownOperator {
   Rule rule;
   bool composite = false;
   bool copies = false;        // to(): a copy of another dtype, or on another device
   bool gives_memory = false;  // gives the tensor that it changes other memory, or asks whether that is possible
+  std::optional<int>
+      beta;  // the place of that argument (baddbmm, addmm, ...): at 0 the first operand may hold anything
 };
 
 KnownOperator look_up(const c10::OperatorHandle& op) {
@@ -43,6 +45,7 @@ KnownOperator look_up(const c10::OperatorHandle& op) {
   result.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   const c10::OperatorName& name = op.operator_name();
   result.copies = name.name == "aten::to" || name.name == "aten::_to_copy";
+  result.beta = op.schema().argumentIndexWithName("beta");
   result.gives_memory = name.name == "aten::set_" || name.name == "aten::_has_compatible_shallow_copy_type";
   // Another overload has other arguments: what none is registered for is decomposed or joined.
   const auto found = kRules.find(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
@@ -98,20 +101,19 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return result;
 }
 
-// Whether beta is 0 (baddbmm, addmm, ...): the first operand may hold anything.
-bool ignores_first(const Call& call) {
-  const std::optional<int> beta = call.op().schema().argumentIndexWithName("beta");
+// `beta`: KnownOperator::beta.
+bool ignores_first(const Call& call, std::optional<int> beta) {
   return beta && call.argument(*beta).isScalar() && call.argument(*beta).toScalar().equal(0);
 }
 
 // Notes the data that all ranks have to bring alike.
-void note_data(const Call& call) {
+void note_data(const Call& call, std::optional<int> beta) {
   for (size_t i = 0; i < call.arguments(); ++i) {
     const at::Tensor tensor = call.given(i);
     // A tensor that is only written may hold anything before.
     if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0 || call.changes(i))
       continue;
-    if (i == 0 && ignores_first(call)) continue;
+    if (i == 0 && ignores_first(call, beta)) continue;
     call.axis()->note_data(tensor);
   }
 }
@@ -130,7 +132,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const KnownOperator& own = known(op);
   if (own.gives_memory) require_no_new_memory(call);
   if (own.copies && is_copy_to_be_read(call)) return run_on_whole(call);
-  if (call.axis()->watches_data() && at::GradMode::is_enabled()) note_data(call);
+  if (call.axis()->watches_data() && at::GradMode::is_enabled()) note_data(call, own.beta);
   if (found.any_addend) return run_on_addends(call);
   if (!found.any_cut) {
     require_no_change_of_views(call);

@@ -300,10 +300,12 @@ bool PipelineModule::is_elsewhere(const std::string& name) const {
 Tensors PipelineModule::run_layers(size_t begin, size_t end, const Tensors& inputs, int stage) const {
   Tensors tensors = inputs;
   for (size_t i = begin; i < end; ++i) {
-    std::string given;
-    for (const at::Tensor& tensor : tensors) given += cat(given.empty() ? "" : ", ", ds::describe(tensor));
-    tensors = with_place([&] { return cat("stage ", stage, ", layer ", text_of_layer(i), ": "); },
-                         [&] { return cat(" (it was given ", given, ")"); },
+    const auto given = [&] {
+      std::string text;
+      for (const at::Tensor& tensor : tensors) text += cat(text.empty() ? "" : ", ", ds::describe(tensor));
+      return cat(" (it was given ", text, ")");
+    };
+    tensors = with_place([&] { return cat("stage ", stage, ", layer ", text_of_layer(i), ": "); }, given,
                          [&] { return layers_[i].call(modules_[i].get(), tensors); });
   }
   return tensors;

@@ -175,9 +175,8 @@ void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& 
                          std::string from) {
   while (!outgoing_.empty() && outgoing_.front().work.is_completed()) end_oldest();
   const at::Tensor whole = tensor.contiguous();
-  outgoing_.push_back({.tensor = whole.is_same(tensor) ? tensor : at::Tensor(),
-                       .whole = whole,
-                       .version = version_of(tensor),
+  outgoing_.push_back({.memory = whole,
+                       .version = whole.is_same(tensor) ? std::optional(version_of(tensor)) : std::nullopt,
                        .position = position,
                        .from = std::move(from),
                        .work = between_stages_->isend(whole, peer, 0, label)});
@@ -187,7 +186,7 @@ void StageMessages::end_oldest() {
   const Outgoing sent = std::move(outgoing_.front());
   outgoing_.pop_front();
   sent.work.wait();
-  if (sent.tensor.defined()) require_unchanged(sent.tensor, sent.version, sent.position, sent.from);
+  if (sent.version) require_unchanged(sent.memory, *sent.version, sent.position, sent.from);
 }
 
 void StageMessages::finish() {
@@ -223,9 +222,8 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
             "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape; where all of them have another ",
             "shape from a batch on, call reset_activation_shape() on all ranks before it");
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    send(tensors[i].detach(), route.peer, what, i, cat(what, ", made by ", layers));
-  }
+  const std::string from = cat(what, ", made by ", layers);
+  for (size_t i = 0; i < tensors.size(); ++i) send(tensors[i].detach(), route.peer, what, i, from);
   if (!at::GradMode::is_enabled()) return;
   MessageShapes& back = sent_[{route.stage, route.micro_batch}];
   std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back),

@@ -13,6 +13,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -138,11 +139,10 @@ class StageMessages {
     std::vector<comm::Work> works;
   };
   struct Outgoing {
-    at::Tensor tensor;  // as it was given, and the memory that is sent
-    at::Tensor whole;
-    int64_t version = 0;  // of `tensor`, when it was given
-    size_t position = 0;  // among the tensors of the message
-    std::string from;     // the message and who made it
+    at::Tensor memory;               // that is sent
+    std::optional<int64_t> version;  // when it was given; none: the memory is a copy, which nobody changes
+    size_t position = 0;             // among the tensors of the message
+    std::string from;                // the message and who made it
     comm::Work work;
   };
   using MessageKey = std::pair<Content, std::pair<int, int>>;  // stage, micro-batch

@@ -23,9 +23,6 @@ std::string without(const char* what) {
   return cat("; the source gave no ", what, " for this micro-batch. One that is at its end begins again, or throws");
 }
 
-// Puts nothing behind a message.
-const char* nothing() { return ""; }
-
 // Makes copies of those tensors whose memory others can write: Note [Memory that others can write]. `given`: what the
 // stage was given for the micro-batch. `tensors` is the runner's only hold on them.
 void keep_apart(Tensors& tensors, const Tensors& given) {
@@ -44,18 +41,11 @@ void keep_apart(Tensors& tensors, const Tensors& given) {
   }
 }
 
-// Makes the memory of a micro-batch the runner's own, so that its source may use its own again. Throws UsageError for
-// undefined tensors.
-void take_over(MicroBatch& batch, const Printable& place) {
+// Makes the memory of a micro-batch the runner's own, so that its source may use its own again.
+void take_over(MicroBatch& batch) {
   const auto inputs = static_cast<std::ptrdiff_t>(batch.inputs.size());
   Tensors all = std::move(batch.inputs);
   all.insert(all.end(), std::make_move_iterator(batch.labels.begin()), std::make_move_iterator(batch.labels.end()));
-  for (size_t i = 0; i < all.size(); ++i) {
-    const bool is_label = static_cast<std::ptrdiff_t>(i) >= inputs;
-    require(all[i].defined(), place, is_label ? "label " : "input ",
-            static_cast<std::ptrdiff_t>(i) - (is_label ? inputs : 0),
-            " is undefined: expected a tensor; leave it out, or give torch::empty({0}) in its place");
-  }
   batch.labels.clear();
   const std::vector<bool> shared = find_shared(all);
   for (size_t i = 0; i < all.size(); ++i) {
@@ -194,8 +184,8 @@ const MicroBatch& StageRunner::micro_batch(Run& run, int index) {
     const auto place = [&] {
       return cat("micro-batch ", run.next_load, ", source of stage ", here(run, 0) ? 0 : last, ": ");
     };
-    MicroBatch batch = with_place(place, nothing, run.callbacks.next);
-    take_over(batch, lazy(place));
+    MicroBatch batch = with_place(place, run.callbacks.next);
+    take_over(batch);
     run.loaded[run.next_load] = std::move(batch);
     run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (here(run, last) ? 1 : 0);
   }
@@ -265,10 +255,10 @@ void StageRunner::forward(Run& run, const Action& action) {
 void StageRunner::finish_last(Run& run, const Action& action, Passing& own) {
   const auto index = static_cast<size_t>(action.micro_batch);
   if (run.keep_outputs) {
-    run.result.outputs[index] = own.outputs;
-    own.outputs.clear();  // the only holder is found apart
-    keep_apart(run.result.outputs[index], own.inputs);
-    own.outputs = run.result.outputs[index];
+    Tensors& kept = run.result.outputs[index];
+    kept = std::move(own.outputs);  // the only holder is found apart
+    keep_apart(kept, own.inputs);
+    own.outputs = kept;
   }
   // Asked for also where there is no loss: sources of all calls are then at the same place.
   const MicroBatch& batch = micro_batch(run, action.micro_batch);
@@ -334,7 +324,7 @@ void StageRunner::backward(Run& run, const Action& action) {
   const bool splits = action.kind == ActionKind::kBackwardInput && own.backward->can_split();
   const auto pass = [&] {
     own.gradients =
-        with_place([&] { return backward_place(action); }, nothing,
+        with_place([&] { return backward_place(action); },
                    [&] { return splits ? own.backward->inputs_only(gradients) : own.backward->whole(gradients); });
   };
   if (splits) {
@@ -355,7 +345,7 @@ void StageRunner::backward_weight(Run& run, const Action& action) {
   Passing& own = found->second;
   --run.passes_left;
   run.callbacks.accumulate(action, run.passes_left == 0, [&] {
-    with_place([&] { return backward_place(action); }, nothing, [&] { own.backward->weights(); });
+    with_place([&] { return backward_place(action); }, [&] { own.backward->weights(); });
   });
   own.backward.reset();
   if (own.inputs.empty()) run.passing.erase(found);

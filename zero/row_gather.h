@@ -5,15 +5,10 @@
 
 #include <string>
 
+#include "core/slices/table_rows.h"
 #include "dsengine/comm.h"
 
 namespace ds::zero {
-
-// Some rows of a table.
-struct TableRows {
-  at::Tensor rows;    // [k] int64: their numbers
-  at::Tensor values;  // [k, width]
-};
 
 // Gives every rank the rows of all ranks, which may have unlike numbers of them. Two exchanges: start() tells how many
 // each has, finish() sends them, filled up to the most that one has. Collective: ranks make both calls in one order.

@@ -44,7 +44,7 @@ inline at::Storage unreadable_storage(at::Device device, size_t bytes, std::stri
   return storage;
 }
 
-// Whether the tensor's memory is there: it has elements, and a storage with memory.
+// Whether the tensor has a storage with memory.
 inline bool has_memory(const at::Tensor& tensor) {
   return tensor.has_storage() &&
          tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;

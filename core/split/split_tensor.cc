@@ -8,8 +8,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <array>
-#include <charconv>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -225,9 +224,8 @@ void hide_memory_of_result(c10::TensorImpl& impl, c10::IntArrayRef sizes) {
   text.reserve(256);
   text += "a tensor of sizes [";
   for (size_t i = 0; i < sizes.size(); ++i) {
-    std::array<char, 20> digits{};
     if (i > 0) text += ", ";
-    text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), sizes[i]).ptr);
+    text += std::to_string(sizes[i]);
   }
   text +=
       "] is split over ranks: its memory is not here. ds::parallel::whole(tensor) gathers the full values, to be "

@@ -112,7 +112,7 @@ std::pair<int64_t, double> first_non_finite(const ModelState& state, size_t b) {
     const int64_t place = zero::first_non_finite(gradient);
     return {place, value_at(gradient, place)};
   }
-  const zero::TableRows own = own_rows(state, b);
+  const TableRows own = own_rows(state, b);
   const at::Tensor flat = own.values.reshape({-1});
   const int64_t place = zero::first_non_finite(flat);
   if (place < 0) return {-1, 0.0};

@@ -270,15 +270,15 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
-  choose_row_wise_tables(model, config, parameters, groups);
+  const std::vector<int64_t> row_widths = choose_row_wise_tables(model, config, parameters, groups);
   const std::string settings =
-      settings_text(options, config, files, parameters, groups) + row_wise_lines(model, parameters);
+      settings_text(options, config, files, parameters, groups) + row_wise_lines(row_widths, parameters);
   require_same_setup(model, options, config, settings, parameters);
   if (config.fp8.enabled) require_fp8(model, config.fp8);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, files, options.init, model.ranks);
-  lay_out_model(model, config, parameters, groups.group_of, values);
+  lay_out_model(model, config, parameters, groups.group_of, row_widths, values);
   set_up_batch_norms(model, config);
   choose_recomputed_modules(model, config);
   if (config.fp8.enabled) set_up_fp8(model, config.fp8);

@@ -65,7 +65,7 @@ GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>&
 }
 
 // Of tables whose rows travel alone; empty without sparse_gradients. Those of row-wise ones do so without it.
-std::vector<int64_t> widths_of_tables(const ModelState& model) {
+std::vector<int64_t> widths_of_tables(const ModelState& model, const std::vector<int64_t>& row_widths) {
   if (!model.plan.sparse_gradients) return {};
   std::vector<int64_t> widths = table_widths(*model.module, model.parameters);
   const bool any = std::any_of(widths.begin(), widths.end(), [](int64_t width) { return width > 0; });
@@ -75,7 +75,7 @@ std::vector<int64_t> widths_of_tables(const ModelState& model) {
         "of an EmbeddingBag, or of a layer named as one (wte, embed_tokens, ...); remove it, or rename the layer");
   }
   for (size_t i = 0; i < widths.size(); ++i) {
-    if (model.row_widths[i] > 0) widths[i] = 0;
+    if (row_widths[i] > 0) widths[i] = 0;
   }
   return widths;
 }
@@ -183,15 +183,15 @@ void require_one_precision(const PlanFacts& facts, const Ranks& ranks) {
 }
 
 void lay_out_model(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
-                   const std::vector<int>& group_of, StartValues& values) {
+                   const std::vector<int>& group_of, const std::vector<int64_t>& row_widths, StartValues& values) {
   model.parameters = parameters.trainable;
   model.infos = parameters.infos;
   model.frozen = parameters.frozen;
   comm::Communicator& shards = *model.ranks.groups.shards;
   BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
-  const std::vector<int64_t> widths = widths_of_tables(model);
+  const std::vector<int64_t> widths = widths_of_tables(model, row_widths);
   if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
-  lay_out_rows(model.row_widths, options);
+  lay_out_rows(row_widths, options);
   choose_listed(model, config.torch_autocast, options);
   choose_kept(model, config.data_types, parameters, options);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());

@@ -26,9 +26,10 @@ void add_dtypes(const ModelParameters& parameters, PlanFacts& facts);
 void require_one_precision(const PlanFacts& facts, const Ranks& ranks);
 
 // Buckets with the start values, gradient reduction and publication of parameters, in the order in which they refer to
-// one another. `group_of` each trainable parameter. Plan, ranks and pipeline are in `model`. Collective.
+// one another. `group_of` each trainable parameter; `row_widths`: of choose_row_wise_tables(). Plan, ranks and pipeline
+// are in `model`. Collective.
 void lay_out_model(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
-                   const std::vector<int>& group_of, StartValues& values);
+                   const std::vector<int>& group_of, const std::vector<int64_t>& row_widths, StartValues& values);
 
 // Prediction for the buckets as they are, in place of the plan's estimate from a number of elements.
 void predict_exactly(ModelState& model, const config::DsConfig& config);

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <exception>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "comm/agreement.h"
@@ -16,6 +15,7 @@
 #include "core/name_pattern.h"
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
+#include "core/text_lines.h"
 #include "model/state/part_options.h"
 #include "model/state/tensor_parts.h"
 #include "optim/muon.h"
@@ -39,7 +39,7 @@ struct Claim {
   std::string pattern;
 };
 
-// What assign_groups() finds.
+// The result of assign_groups().
 struct Assignment {
   std::vector<int> group_of;      // 0 for the config's values, i + 1 for groups[i]
   std::set<std::string> unfound;  // names that match nothing, with their group: "parameter_groups[0]: \"h.*\""
@@ -87,12 +87,9 @@ void require_found_somewhere(const Assignment& assignment, const std::vector<zer
   std::string example;
   std::set<std::string> nowhere = assignment.unfound;
   for (const std::string& text : comm::texts_of_ranks(own, ranks.device, *ranks.world, "names of parameter groups")) {
-    auto lines = classic_stream<std::istringstream>(text);
-    std::string line;
-    std::getline(lines, line);
-    if (example.empty()) example = line;
-    std::set<std::string> of_rank;
-    while (std::getline(lines, line)) of_rank.insert(line);
+    const std::vector<std::string> lines = text_lines(text);
+    if (example.empty() && !lines.empty()) example = lines.front();
+    const std::set<std::string> of_rank(lines.begin(), lines.end());
     std::erase_if(nowhere, [&](const std::string& name) { return !of_rank.contains(name); });
   }
   if (nowhere.empty()) return;

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kLargeTable = 1 << 20;
 constexpr size_t kMostTablesNamed = 8;
 
-// What the layers of a module say of a table.
+// The options of a layer that reads a table.
 struct SparseLayer {
   bool renorms = false;  // max_norm
 };
@@ -96,11 +96,11 @@ void tell(Plan& plan, const std::vector<std::string>& row_wise,
 
 }  // namespace
 
-void choose_row_wise_tables(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
-                            const OptimizerGroups& groups) {
-  model.row_widths.assign(parameters.trainable.size(), 0);
+std::vector<int64_t> choose_row_wise_tables(ModelState& model, const config::DsConfig& config,
+                                            const ModelParameters& parameters, const OptimizerGroups& groups) {
+  std::vector<int64_t> widths(parameters.trainable.size(), 0);
   const std::unordered_map<const void*, SparseLayer> layers = sparse_layers(*model.module);
-  if (layers.empty()) return;
+  if (layers.empty()) return widths;
   const std::string of_model = reason_of_model(model, config);
   std::vector<std::string> row_wise;
   std::map<std::string, std::vector<std::string>> reasons;
@@ -112,7 +112,7 @@ void choose_row_wise_tables(ModelState& model, const config::DsConfig& config, c
     const std::string reason =
         of_model.empty() ? reason_of_table(parameter, layer->second, groups.options.at(group)) : of_model;
     if (reason.empty()) {
-      model.row_widths[i] = parameter.tensor.size(1);
+      widths[i] = parameter.tensor.size(1);
       row_wise.push_back(parameter.name);
       continue;
     }
@@ -126,12 +126,13 @@ void choose_row_wise_tables(ModelState& model, const config::DsConfig& config, c
             " rows is updated as a dense parameter, which costs its whole size in each step: ", reason));
   }
   tell(model.plan, row_wise, reasons);
+  return widths;
 }
 
-std::string row_wise_lines(const ModelState& model, const ModelParameters& parameters) {
+std::string row_wise_lines(const std::vector<int64_t>& widths, const ModelParameters& parameters) {
   std::string text;
-  for (size_t i = 0; i < model.row_widths.size(); ++i) {
-    if (model.row_widths[i] > 0) text += cat("the sparse table ", parameters.trainable[i].name, "\trow-wise\n");
+  for (size_t i = 0; i < widths.size(); ++i) {
+    if (widths[i] > 0) text += cat("the sparse table ", parameters.trainable[i].name, "\trow-wise\n");
   }
   return text;
 }

@@ -38,7 +38,7 @@ at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   const auto on_host = at::TensorOptions().dtype(at::kDouble);
   // A source that leaves a tensor out may give an empty one in its place.
-  const auto left_out = [](const at::Tensor& tensor) { return !tensor.defined() || tensor.numel() == 0; };
+  const auto left_out = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
   if (std::all_of(tensors.begin(), tensors.end(), left_out)) return at::zeros({DigestPlace::kPlaces}, on_host);
   const auto options = on_host.device(tensors.front().device());
   at::Tensor digest = at::zeros({1}, options.dtype(at::kLong));
@@ -46,7 +46,7 @@ at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
   int64_t factor = 1;
   for (const at::Tensor& tensor : tensors) {
     factor += 2;  // tensors that have changed places differ
-    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized()) continue;
+    if (tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_quantized()) continue;
     const std::string shape = cat(c10::toString(tensor.scalar_type()), tensor.sizes());
     digest.add_(static_cast<int64_t>(fnv1a(shape) >> 32) * factor);
     if (tensor.is_floating_point() || tensor.is_complex()) {
@@ -65,7 +65,7 @@ bool numbers_differ(const double* difference) {
          std::abs(difference[DigestPlace::kSum]) > kRounding * difference[DigestPlace::kMagnitude];
 }
 
-// What a rank tells of one kind of one micro-batch, once ranks differ.
+// The numbers that a rank tells of one kind of one micro-batch, once ranks differ.
 struct Told {
   enum : size_t { kPipeline, kStage, kHas, kDigest, kSum, kMagnitude, kNumbers };
 };

@@ -128,7 +128,7 @@ void OptimizerStep::run() {
 
 void OptimizerStep::take_tokens(const StepAgreement& agreement) {
   TokenCounts& counts = deps_.scaled_backward.counts();
-  if (counts.used() && !counts.total_is_known()) counts.take_total(agreement.tokens());
+  if (counts.wants_total()) counts.take_total(agreement.tokens());
 }
 
 bool OptimizerStep::judges_late() const {
@@ -144,9 +144,7 @@ void OptimizerStep::run_late() {
   TokenCounts& counts = deps_.scaled_backward.counts();
   if (deps_.state.ranks.part->size() == 1) take_tokens(late_.agreement());  // which the host has
   at::Tensor divisor;  // of TokenCounts, where only the device knows it
-  if (counts.used() && !counts.total_is_known()) {
-    divisor = counts.divisor_on_device(late_.agreement().tokens_on_device());
-  }
+  if (counts.wants_total()) divisor = counts.divisor_on_device(late_.agreement().tokens_on_device());
   const double gradient_scale = divisor.defined() ? loss_scale : deps_.scaled_backward.gradient_scale();
   optimizers::StepScale scale{.factor = 1.0 / gradient_scale, .device_factor = {}, .skip = {}};
   at::Tensor norm;

@@ -113,8 +113,7 @@ void ShownGradients::require_untouched(const char* call) const {
     if (!shown_[i].defined()) continue;
     const zero::Parameter& parameter = state_.parameters[i];
     const at::Tensor& gradient = parameter.tensor.grad();
-    const bool same_memory =  // or that of set_data()
-        memory_of(shown_[i]) == memory_[i];
+    const bool same_memory = memory_of(shown_[i]) == memory_[i];  // or that of set_data()
     if (gradient.is_same(shown_[i]) && same_memory) continue;
     throw UsageError(
         cat(call, ": the gradient of parameter ", parameter.name, " was ",

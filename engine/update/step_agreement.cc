@@ -270,7 +270,7 @@ std::optional<double> StepAgreement::loss() const {
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const double all = tokens();
   const double of_tokens = all == 0 ? 1.0 : all;  // no tokens: the loss of none of them
-  if (ranks_.size() == 1) return facts_.tokens ? numbers[0] / of_tokens : numbers[0];
+  if (ranks_.size() == 1) return numbers[0] / of_tokens;
   if (numbers[WorldPlace::kWithLoss] != ranks_.size()) return std::nullopt;
   return numbers[WorldPlace::kLoss] / (facts_.tokens ? of_tokens : ranks_.size());
 }
@@ -346,7 +346,7 @@ void StepAgreement::require_same_along_axis(bool updated) const {
 }
 
 void StepAgreement::require_same_settings(bool updated) const {
-  // What all ranks of the world find alike, and explain together, comes first.
+  // Differences that all ranks of the world find alike, and explain together, come first.
   if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
   if (micro_batches_differ()) {
     facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,

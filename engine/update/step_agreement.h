@@ -113,10 +113,9 @@ class StepAgreement {
   // Returns the same on the ranks' device, float64 [1], after begin_reading(); undefined without any.
   const at::Tensor& tokens_on_device() const { return tokens_on_device_; }
   // Waits for the numbers and compares them. Returns the mean loss, where all ranks know theirs: over ranks, or over
-  // all tokens. Where ranks differ in
-  // steps, data, parameters or gradients, throws UsageError on all of them, with what each one did. `parted` is set
-  // when their models are not the same any more. `updated`: the step has been made meanwhile, so that gradients that
-  // differ have parted the models, too.
+  // all tokens. Where ranks differ in steps, data, parameters or gradients, throws UsageError on all of them, with what
+  // each one did. `parted` is set when their models are not the same any more. `updated`: the step has been made
+  // meanwhile, so that gradients that differ have parted the models, too.
   std::optional<double> finish(bool& parted, bool updated = false);
 
  private:

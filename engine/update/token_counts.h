@@ -50,12 +50,10 @@ class TokenCounts {
   double divisor();
   // Returns the same number as a float64 tensor [1] on the device. `total`: the sum over ranks, such a tensor.
   at::Tensor divisor_on_device(const at::Tensor& total) const;
-  // Whether the host knows the sum over ranks.
-  bool total_is_known() const { return total_.has_value(); }
-  // Sets the sum over ranks, unless it is known already.
-  void take_total(double total) {
-    if (!total_) total_ = total;
-  }
+  // Whether there are counts whose sum over ranks the host does not know.
+  bool wants_total() const { return used() && !total_; }
+  // Sets the sum over ranks.
+  void take_total(double total) { total_ = total; }
   // Forgets all counts. To be called when the accumulation is over or dropped.
   void forget();
 

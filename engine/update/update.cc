@@ -140,12 +140,14 @@ void SliceSteps::on_device(size_t b, const optimizers::StepScale& scale) {
 // A table that the program has frozen makes a step without rows: others may count it, and wait for its rows.
 void SliceSteps::on_rows(size_t b, const optimizers::StepScale& scale) {
   optimizers::require_host_scale(scale);
-  zero::TableRows own = own_rows(state_, b);
-  if (state_.is_held_still(state_.buckets[b].layout().segments.front().parameter)) own = rows_between(own, 0, 0);
+  TableRows own = own_rows(state_, b);
+  if (state_.is_held_still(state_.buckets[b].layout().segments.front().parameter)) {
+    own = {.rows = own.rows.narrow(0, 0, 0), .values = own.values.narrow(0, 0, 0)};
+  }
   clip_by_value(own.values, scale);
   auto* const optimizer = dynamic_cast<optimizers::RowOptimizer*>(state_.optimizer.own.get());
   ensure(optimizer != nullptr, "tables are row-wise where the optimizer updates rows");
-  optimizer->update_rows(static_cast<int64_t>(b), {.rows = own.rows, .values = own.values}, scale.factor);
+  optimizer->update_rows(static_cast<int64_t>(b), own, scale.factor);
   consistency_.slice_updated();
   state_.access->updated_rows(b, own.rows);
 }
@@ -244,17 +246,16 @@ class ClientUpdate final : public Update {
             "engine->backward(loss), found engine->step()");
     give_gradients(gradient_scale);
     consistency_.slice_updated();
-    if (!closure_) {
+    if (closure_) {
+      bool first = true;
+      state_.optimizer.client->step([&] {
+        at::Tensor loss = closure_();
+        if (!std::exchange(first, false)) give_gradients(1.0);
+        return loss;
+      });
+    } else {
       state_.optimizer.client->step();
-      average_weights(state_);
-      return;
     }
-    bool first = true;
-    state_.optimizer.client->step([&] {
-      at::Tensor loss = closure_();
-      if (!std::exchange(first, false)) give_gradients(1.0);
-      return loss;
-    });
     average_weights(state_);
   }
 

@@ -92,8 +92,8 @@ struct InitializeOptions {
   zero::Init* init = nullptr;
   // A file with the parameters' first values, by name: .safetensors, a .pt of torch::save(model, path) or of Python's
   // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module's values. A model
-  // whose tensors are on the meta device needs it. Every rank gives the path; the first rank of each
-  // data-parallel group opens it.
+  // whose tensors are on the meta device needs it. Every rank gives the path; the first rank of each data-parallel
+  // group opens it.
   std::string weights;
   // How that file meets the model: what it may lack, adapters over it, grown tables (docs/checkpoints.md).
   WeightsOptions weights_options;

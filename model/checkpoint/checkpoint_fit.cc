@@ -99,11 +99,11 @@ void CheckpointFit::require_over(const FitOptions& options, const Shapes& wanted
   const bool fits = report_.unused.empty() && any;
   const std::string advice = any ? "Pass strict = false to load the others"
                                  : cat("Expected some of the model's tensors, such as ", listed(report_.missing, 1));
-  require(fits || (!options.strict && any), source_.location(), ": load_weights: found ", report_.unused.size(),
-          " tensors that the model does not have: ", listed(report_.unused, kMostListed), ". ", advice);
+  const std::string found =
+      cat(report_.unused.size(), " tensors that the model does not have: ", listed(report_.unused, kMostListed));
+  require(fits || (!options.strict && any), source_.location(), ": load_weights: found ", found, ". ", advice);
   if (!fits && model_.ranks.world->rank() == 0) {
-    log::warning("load_weights: ", source_.location(), ": ", report_.unused.size(), " tensors that the model does ",
-                 "not have: ", listed(report_.unused, kMostListed), " (strict is false)");
+    log::warning("load_weights: ", source_.location(), ": ", found, " (strict is false)");
   }
 }
 

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -17,7 +16,7 @@
 #include "core/check.h"
 #include "core/files/dangling_link.h"
 #include "core/log.h"
-#include "core/text.h"
+#include "core/text_lines.h"
 #include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/host_folders.h"
@@ -101,13 +100,6 @@ std::vector<std::string> tags_to_try(const std::string& load_dir, const std::str
   return tags;
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  auto in = classic_stream<std::istringstream>(text);
-  for (std::string line; std::getline(in, line);) lines.push_back(line);
-  return lines;
-}
-
 // Returns, on all ranks, the tags that rank 0 finds.
 std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& folders, const std::string& folder,
                                      const std::string& tag) {
@@ -118,27 +110,26 @@ std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& fold
     for (const std::string& candidate : tags_to_try(folder, tag)) joined += candidate + '\n';
   });
   if (listed != Outcome::kGood) throw_failure(failure, folder);
-  return lines_of(comm::text_of_first_rank(joined, ranks.device, *ranks.world));
+  return text_lines(comm::text_of_first_rank(joined, ranks.device, *ranks.world));
 }
 
 // One folder. Its failure is this rank's; the outcome is that of all.
 class Attempt {
  public:
-  // `over`: what the checkpoint lacks stays.
-  Attempt(const ModelState& model, ModelConsistency& consistency, const LoadRequest& request, bool over = false)
-      : model_(model), consistency_(consistency), request_(request), over_(over) {}
+  Attempt(const ModelState& model, ModelConsistency& consistency, const LoadRequest& request)
+      : model_(model), consistency_(consistency), request_(request) {}
 
   Outcome read(const std::string& path) {
     const Ranks& ranks = model_.ranks;
     const ReadOptions options = {
-        .with_states = request_.with_states(), .module_only = request_.options.load_module_only, .over = over_};
+        .with_states = request_.with_states(), .module_only = request_.options.load_module_only, .over = request_.over};
     Outcome outcome = on_all_ranks(ranks, failure_, [&] {
       source_ = checkpoint::open(path);
       fit_.emplace(model_, *source_,
                    FitOptions{.strict = request_.options.load_module_strict,
                               .with_states = options.with_states,
                               .all_weights = consistency_.is_mixture(),
-                              .over = over_,
+                              .over = request_.over,
                               .hints = request_.hints});
       if (request_.options.load_rank_state && !request_.options.load_module_only) {
         rank_state_ = read_rank_state(model_, *source_, fit_->same_ranks());
@@ -158,7 +149,7 @@ class Attempt {
   // After a good one.
   void finish(const RunState* run) {
     reader_->publish();
-    take_average(/*is_told=*/run != nullptr);
+    take_average();
     if (run != nullptr && !request_.options.load_module_only) {
       take_run_state(model_, *run, *source_,
                      {.with_optimizer = request_.with_states(),
@@ -171,11 +162,11 @@ class Attempt {
   }
 
   // Counts the updates of the average that was read, or from 0. Says where a run and its checkpoint differ in that.
-  void take_average(bool is_told) const {
+  void take_average() const {
+    if (request_.over) return;  // averages of what was read are its values, all others stay
     const std::optional<int64_t> saved = source_->state().ema_updates;
-    const bool says = is_told && model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
+    const bool says = model_.ranks.world->rank() == 0 && !request_.options.load_module_only;
     if (model_.average) {
-      if (over_) return;  // averages of what was read are its values, all others stay
       model_.average->set_updates(reader_->has_average() ? *saved : 0);
       if (says && !saved) {
         log::warning("load_checkpoint: ", source_->location(), ": has no moving average of the weights: that of this ",
@@ -196,7 +187,6 @@ class Attempt {
   const ModelState& model_;
   ModelConsistency& consistency_;
   const LoadRequest& request_;
-  bool over_;
   std::unique_ptr<Source> source_;
   std::optional<CheckpointFit> fit_;
   std::optional<StateReader> reader_;
@@ -210,8 +200,9 @@ WeightsReport load_weights(const ModelState& model, ModelConsistency& consistenc
   const LoadRequest module_only{
       .load_dir = {},
       .tag = {},
-      .options = {.load_module_strict = request.strict, .load_optimizer_states = false, .load_module_only = true}};
-  Attempt attempt(model, consistency, module_only, /*over=*/true);
+      .options = {.load_module_strict = request.strict, .load_optimizer_states = false, .load_module_only = true},
+      .over = true};
+  Attempt attempt(model, consistency, module_only);
   if (attempt.read(request.path) != Outcome::kGood) throw_failure(attempt.failure(), request.path, "load_weights");
   attempt.finish(nullptr);
   return attempt.report();

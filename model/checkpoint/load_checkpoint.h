@@ -17,6 +17,7 @@ struct LoadRequest {
   std::string tag;  // empty: what `latest` names, or the whole one with the latest step
   LoadOptions options;
   FitHints hints = {};
+  bool over = false;  // of load_weights(): what the source lacks stays
   bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
 };
 

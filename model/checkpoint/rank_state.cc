@@ -133,7 +133,7 @@ NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) 
 // Whether a path of a checkpoint is that of a tensor in SaveOptions::rank_state of any rank.
 bool is_rank_state(const std::string& path) {
   const std::string of_rank = checkpoint::name_in("ranks/", path);
-  return of_rank.find("/state/") != std::string::npos && of_rank.find("/state/") == of_rank.find('/');
+  return of_rank.substr(of_rank.find('/') + 1).starts_with("state/");
 }
 
 std::string layout_text(int ranks, int stages, int tensor_ranks) {

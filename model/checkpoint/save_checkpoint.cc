@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "checkpoint/index.h"
@@ -17,7 +16,7 @@
 #include "core/check.h"
 #include "core/json/parse_json.h"
 #include "core/log.h"
-#include "core/text.h"
+#include "core/text_lines.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
@@ -159,8 +158,7 @@ class Saving {
     std::set<std::string> all;
     for (const std::string& of_stage : comm::texts_of_ranks(text, model_.ranks.device, *model_.pipeline->ranks,
                                                             "modules without tensors of the stages")) {
-      auto lines = classic_stream<std::istringstream>(of_stage);
-      for (std::string line; std::getline(lines, line);) all.insert(line);
+      for (std::string& name : text_lines(of_stage)) all.insert(std::move(name));
     }
     return {all.begin(), all.end()};
   }

@@ -1,15 +1,19 @@
 #include "model/checkpoint/save_model.h"
 
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
+
 #include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <system_error>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
+#include "checkpoint/module_file.h"
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
@@ -30,6 +34,10 @@ struct FileTensors {
   std::unordered_set<const void*> masters;
 
   bool has(const zero::Parameter& parameter) const { return parameters.contains(identity(parameter)); }
+  bool has_some(const zero::ParameterBucket& bucket) const {
+    const auto& own = bucket.parameters();
+    return std::any_of(own.begin(), own.end(), [&](const auto& one) { return has(one); });
+  }
   static const void* identity(const zero::Parameter& parameter) { return parameter.tensor.unsafeGetTensorImpl(); }
 };
 
@@ -41,6 +49,18 @@ FileTensors whole_model(const torch::nn::Module& module, bool with_frozen) {
   }
   for (const auto& item : module.named_buffers()) tensors.buffers.insert(item.key());
   return tensors;
+}
+
+void make_folder_of(const std::string& path) {
+  std::error_code ignored;  // what it means for the file is said when that cannot be made
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+}
+
+// Throws on all ranks where the first rank with this part of the model could not write its file. Collective.
+void require_written(const ModelState& state, const std::exception_ptr& failure, const std::string& path,
+                     const char* call) {
+  require<IoError>(comm::failed_rank(failure, state.ranks.device, state.ranks.layer_ranks()) < 0, call,
+                   ": rank 0 could not write ", path, ", its message says why");
 }
 
 // The file that rank 0 writes, while the other ranks only take part in the gathers. A failure is kept until all ranks
@@ -62,8 +82,7 @@ class WeightFile {
       headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
     }
     attempt([&] {
-      std::error_code failure;  // what it means for the file is said when that cannot be made
-      std::filesystem::create_directories(std::filesystem::path(path).parent_path(), failure);
+      make_folder_of(path);
       writer_.emplace(path, headers, std::map<std::string, std::string>{{"format", "pt"}});
     });
   }
@@ -78,7 +97,7 @@ class WeightFile {
     attempt([&] { writer_->write(name, tensor); });
   }
   // Writes full values of the program's in the place of the parameters, and of the buffers that it names.
-  void write_given(const NamedTensors& given, const torch::nn::Module& module) {
+  void write_given(const StateDict& given, const torch::nn::Module& module) {
     attempt([&] {
       const auto values = values_for(given, module);
       const auto own_or_given = [&](const auto& item) {
@@ -111,7 +130,7 @@ class WeightFile {
 
   // Returns the given values under the module's names: all parameters of the file, each tied one under all its names,
   // and those buffers that are given. Throws UsageError where they do not fit.
-  std::map<std::string, at::Tensor> values_for(const NamedTensors& given, const torch::nn::Module& module) const {
+  std::map<std::string, at::Tensor> values_for(const StateDict& given, const torch::nn::Module& module) const {
     std::map<std::string, at::Tensor> values;
     const auto parameters = module.named_parameters();
     const auto buffers = module.named_buffers();
@@ -152,11 +171,11 @@ void for_each_master(const ModelState& state, const FileTensors& tensors,
                      const std::function<void(const zero::Parameter&, const at::Tensor&)>& take) {
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = state.buckets[b];
-    const auto& own = bucket.parameters();
-    if (std::none_of(own.begin(), own.end(), [&](const auto& one) { return tensors.has(one); })) continue;
+    if (!tensors.has_some(bucket)) continue;
     const at::Tensor flat = whole_master(state, b);
     for (const Segment& segment : bucket.layout().segments) {
       const zero::Parameter& parameter = state.parameters[static_cast<size_t>(segment.parameter)];
+      if (!tensors.has(parameter)) continue;
       take(parameter, zero::view_of(flat, segment, parameter.tensor).to(optimizers::state_type(flat.scalar_type())));
     }
   }
@@ -184,10 +203,7 @@ void write_parameters(const ModelState& state, const FileTensors& tensors, std::
       [&](const zero::ParameterBucket& bucket) {
         for (const zero::Parameter& parameter : bucket.parameters()) take(parameter, parameter.tensor);
       },
-      [&](const zero::ParameterBucket& bucket) {
-        const auto& own = bucket.parameters();
-        return std::any_of(own.begin(), own.end(), [&](const auto& one) { return tensors.has(one); });
-      });
+      [&](const zero::ParameterBucket& bucket) { return tensors.has_some(bucket); });
   for (const auto* list : {&state.parameters, &state.frozen}) {
     for (const zero::Parameter& parameter : *list) {
       if (!tensors.has(parameter)) continue;
@@ -205,10 +221,9 @@ void write_parameters(const ModelState& state, const FileTensors& tensors, std::
 
 // `from`: values of the program's in the place of the model's. `call`: the call to name.
 void write_file(const ModelState& state, const std::string& path, const FileTensors& tensors,
-                const std::optional<NamedTensors>& from, const char* call) {
-  comm::Communicator& ranks = state.ranks.layer_ranks();
+                const std::optional<StateDict>& from, const char* call) {
   std::optional<WeightFile> file;
-  if (ranks.rank() == 0) file.emplace(path, *state.module, tensors);
+  if (state.ranks.layer_ranks().rank() == 0) file.emplace(path, *state.module, tensors);
   if (from) {
     if (file) file->write_given(*from, *state.module);
   } else {
@@ -220,11 +235,10 @@ void write_file(const ModelState& state, const std::string& path, const FileTens
     }
   }
   if (file) file->commit();
-  require<IoError>(comm::failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0, call,
-                   ": rank 0 could not write ", path, ", its message says why");
+  require_written(state, file ? file->failure() : nullptr, path, call);
 }
 
-// What the patterns mean, each at least one tensor.
+// Returns the tensors that the patterns mean, each at least one.
 FileTensors tensors_named(const torch::nn::Module& module, const std::vector<std::string>& patterns) {
   FileTensors tensors;
   for (const std::string& pattern : patterns) {
@@ -246,10 +260,37 @@ FileTensors tensors_named(const torch::nn::Module& module, const std::vector<std
   return tensors;
 }
 
+// A copy on the host of what the module has beside trained and frozen parameters.
+at::Tensor float32_copy(const at::Tensor& values) {
+  const bool narrow = values.scalar_type() == at::kHalf || values.scalar_type() == at::kBFloat16;
+  return values.detach().to(at::kCPU, narrow ? at::kFloat : values.scalar_type(), /*non_blocking=*/false,
+                            /*copy=*/true);
+}
+
+// The tensors of the whole module under all their names. `masters`: parameters, each under its first name.
+std::vector<checkpoint::ModuleTensor> float32_module(const ModelState& state, const StateDict& masters) {
+  const std::map<std::string, at::Tensor> by_name(masters.begin(), masters.end());
+  std::unordered_map<const void*, at::Tensor> values;  // by identity of what is trained
+  for (const auto* list : {&state.parameters, &state.frozen}) {
+    for (const zero::Parameter& parameter : *list) {
+      values.emplace(FileTensors::identity(parameter), by_name.at(parameter.name));
+    }
+  }
+  std::vector<checkpoint::ModuleTensor> tensors;
+  for (const auto& item : state.module->named_parameters()) {
+    const auto found = values.find(trained_tensor(item.value()).unsafeGetTensorImpl());
+    tensors.push_back({item.key(), found == values.end() ? float32_copy(item.value()) : found->second});
+  }
+  for (const auto& item : state.module->named_buffers()) {
+    tensors.push_back({item.key(), float32_copy(item.value()), /*is_buffer=*/true});
+  }
+  return tensors;
+}
+
 }  // namespace
 
 void save_model(const ModelState& state, const std::string& path, bool with_frozen,
-                const std::optional<NamedTensors>& from) {
+                const std::optional<StateDict>& from) {
   write_file(state, path, whole_model(*state.module, with_frozen), from, "save_16bit_model");
 }
 
@@ -262,6 +303,22 @@ void save_chosen(const ModelState& state, const std::string& path, const SaveWei
   require(!tensors.parameters.empty() || !tensors.buffers.empty(), "save_weights: expected trained parameters, found ",
           "none (the engine has no optimizer); name what is to be written in SaveWeightsOptions::names");
   write_file(state, path, tensors, std::nullopt, "save_weights");
+}
+
+void save_fp32_model(const ModelState& state, const std::string& path) {
+  const bool writes = state.ranks.layer_ranks().rank() == 0;
+  const StateDict masters = whole_masters(state, writes);
+  std::exception_ptr failure;
+  try {
+    if (writes) {
+      make_folder_of(path);
+      checkpoint::write_module_file(path, float32_module(state, masters),
+                                    checkpoint::modules_without_tensors(*state.module));
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  require_written(state, failure, path, "save_fp32_model");
 }
 
 }  // namespace ds::engine

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "dsengine/checkpoint.h"
-#include "model/checkpoint/rank_state.h"
 #include "model/state/model_state.h"
 
 namespace ds::engine {
@@ -16,10 +15,16 @@ namespace ds::engine {
 // written, every rank throws (that rank the cause, the others IoError) and an older file is left as it was. That holds
 // for a `from` that does not fit, too, whose cause is a UsageError.
 void save_model(const ModelState& state, const std::string& path, bool with_frozen,
-                const std::optional<NamedTensors>& from = std::nullopt);
+                const std::optional<StateDict>& from = std::nullopt);
 
 // Writes chosen parameters and buffers, by the first rank with this part of the model, as save_model() does. Gathers
 // the buckets alone that have some of them. Throws UsageError, on all ranks, for a name or pattern that means none.
 void save_chosen(const ModelState& state, const std::string& path, const SaveWeightsOptions& options);
+
+// Lets the first rank with this part of the model write whole_masters(), each tied weight under all its names, and
+// buffers to a file for torch::load(module, path); 16-bit buffers become float32. That rank holds one copy of the
+// weights on the host meanwhile. Makes the folder. Collective; when the file cannot be written, every rank throws (that
+// rank the cause, the others IoError) and an older file is left as it was.
+void save_fp32_model(const ModelState& state, const std::string& path);
 
 }  // namespace ds::engine

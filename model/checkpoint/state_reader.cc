@@ -33,6 +33,19 @@ void read_own(Source& source, const std::string& path, const zero::Parameter& pa
             [&](const at::Tensor& values) { checkpoint::read_part(source, path, *parameter.part, offset, values); });
 }
 
+// Reads the runs of a range into `flat`, which holds the range. `path_of(parameter, run)`: where the values of a run
+// are; empty: they stay.
+template <class PathOf>
+void read_runs(Source& source, const zero::BucketLayout& layout, const BucketRange& range,
+               const std::vector<zero::Parameter>& parameters, const at::Tensor& flat, const PathOf& path_of) {
+  for_each_run(layout, range, [&](const Segment& run, int64_t position) {
+    const zero::Parameter& parameter = parameters[static_cast<size_t>(run.parameter)];
+    const std::string path = path_of(parameter, run);
+    if (path.empty()) return;
+    read_own(source, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
+  });
+}
+
 }  // namespace
 
 void StateReader::read() {
@@ -64,23 +77,16 @@ void StateReader::read_trained(size_t b) {
   const at::Tensor& master = model_.masters[b];
   const BucketRange range = held_range(model_, b, model_.plan.partition_optimizer);
   use_bucket(model_, b, /*changes=*/true, [&] {
-    for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-      const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
-      const std::string& path = fit_.weight(parameter.name);
-      if (path.empty()) return;
-      read_own(source_, path, parameter, run.parameter_offset, master.narrow(0, position, run.length));
-    });
+    read_runs(source_, bucket.layout(), range, model_.parameters, master,
+              [&](const zero::Parameter& parameter, const Segment&) { return fit_.weight(parameter.name); });
     const at::Tensor own = model_.own_part(b);
     if (!own.is_alias_of(master)) at::Tensor(own).copy_(master);
     if (model_.average) read_average(b, range);
     if (!options_.with_states) return;
     for (const auto& [kind, values] : model_.optimizer.states(b)) {
-      for_each_run(bucket.layout(), range, [&, &name = kind, &flat = values](const Segment& run, int64_t position) {
-        const std::string path = fit_.state_of(name, run).first;
-        const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
-        if (path.empty()) return;
-        read_own(source_, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
-      });
+      read_runs(
+          source_, bucket.layout(), range, model_.parameters, values,
+          [&, &name = kind](const zero::Parameter&, const Segment& run) { return fit_.state_of(name, run).first; });
     }
   });
 }
@@ -98,12 +104,8 @@ void StateReader::read_average(size_t b, const BucketRange& range) {
   }
   at::Tensor(average).copy_(model_.masters[b]);
   if (!has_average_) return;
-  for_each_run(model_.buckets[b].layout(), range, [&](const Segment& run, int64_t position) {
-    const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
-    const std::string path = fit_.average(parameter);
-    if (path.empty()) return;
-    read_own(source_, path, parameter, run.parameter_offset, average.narrow(0, position, run.length));
-  });
+  read_runs(source_, model_.buckets[b].layout(), range, model_.parameters, average,
+            [&](const zero::Parameter& parameter, const Segment&) { return fit_.average(parameter); });
 }
 
 void StateReader::read_frozen_bucket(size_t f) {
@@ -112,12 +114,8 @@ void StateReader::read_frozen_bucket(size_t f) {
   const BucketRange range = held_range(model_, b, bucket.sharded());
   const at::Tensor flat = bucket.sharded() ? bucket.slice(model_.groups_of(b).shards.rank()) : bucket.flat();
   bucket.kept_slice().use(/*changes=*/true, [&] {
-    for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-      const zero::Parameter& parameter = model_.frozen[static_cast<size_t>(run.parameter)];
-      const std::string& path = fit_.weight(parameter.name);
-      if (path.empty()) return;
-      read_own(source_, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
-    });
+    read_runs(source_, bucket.layout(), range, model_.frozen, flat,
+              [&](const zero::Parameter& parameter, const Segment&) { return fit_.weight(parameter.name); });
   });
 }
 

@@ -64,7 +64,6 @@ struct ModelState {
   std::vector<ParameterInfo> infos;           // names and shapes of `parameters`, for optimizers
   std::vector<zero::Parameter> frozen;        // parameters without a gradient
   FrozenHere frozen_here;                     // without an optimizer: the parameters that the engine itself has frozen
-  std::vector<int64_t> row_widths;            // by parameter: the width of a row-wise table's rows; else 0
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3

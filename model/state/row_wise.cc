@@ -1,13 +1,10 @@
 #include "model/state/row_wise.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <vector>
-
-#include "core/check.h"
 
 namespace ds::engine {
 namespace {
@@ -26,6 +23,17 @@ RowRange range_of(const ModelState& state, size_t bucket) {
   return {.begin = rank * rows, .end = (rank + 1) * rows};
 }
 
+// Returns the rows [begin, end) of ascending rows, by number; they share memory with `rows`. Numbers count from
+// `begin`.
+TableRows rows_between(const TableRows& rows, int64_t begin, int64_t end) {
+  const at::Tensor numbers = rows.rows.to(at::kCPU);
+  const auto* const first = numbers.const_data_ptr<int64_t>();
+  const auto* const last = first + numbers.numel();
+  const auto from = std::lower_bound(first, last, begin) - first;
+  const auto count = std::lower_bound(first, last, end) - first - from;
+  return {.rows = rows.rows.narrow(0, from, count).sub(begin), .values = rows.values.narrow(0, from, count)};
+}
+
 }  // namespace
 
 void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options) {
@@ -38,26 +46,16 @@ void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options) {
   }
 }
 
-zero::TableRows rows_between(const zero::TableRows& rows, int64_t begin, int64_t end) {
-  const at::Tensor numbers = rows.rows.to(at::kCPU);
-  const auto* const first = numbers.const_data_ptr<int64_t>();
-  const auto* const last = first + numbers.numel();
-  const auto from = std::lower_bound(first, last, begin) - first;
-  const auto count = std::lower_bound(first, last, end) - first - from;
-  return {.rows = rows.rows.narrow(0, from, count).sub(begin), .values = rows.values.narrow(0, from, count)};
-}
-
-zero::TableRows own_rows(const ModelState& state, size_t bucket) {
+TableRows own_rows(const ModelState& state, size_t bucket) {
   const at::Tensor gradient = state.gradients.reducer->gradient(bucket);
   const RowRange range = range_of(state, bucket);
-  return rows_between({.rows = gradient._indices().reshape({-1}), .values = gradient._values()}, range.begin,
-                      range.end);
+  return rows_between(rows_of(gradient), range.begin, range.end);
 }
 
 at::Tensor flat_gradient(const ModelState& state, size_t bucket) {
   if (!state.is_row_wise(bucket)) return state.gradients.reducer->gradient(bucket);
   const at::NoGradGuard no_grad;
-  const zero::TableRows own = own_rows(state, bucket);
+  const TableRows own = own_rows(state, bucket);
   const RowRange range = range_of(state, bucket);
   const at::Tensor table = at::zeros({range.end - range.begin, own.values.size(1)}, own.values.options());
   return table.index_copy_(0, own.rows, own.values).reshape({-1});
@@ -70,9 +68,8 @@ void keep_flat_gradient(const ModelState& state, size_t bucket, const at::Tensor
   const RowRange range = range_of(state, bucket);
   const at::Tensor table = flat.view({range.end - range.begin, gradient.size(1)});
   const at::Tensor rows = table.ne(0).any(1).nonzero().reshape({-1});
-  const at::Tensor kept = at::_sparse_coo_tensor_unsafe(rows.add(range.begin).unsqueeze(0), table.index_select(0, rows),
-                                                        gradient.sizes(), gradient.options(), /*is_coalesced=*/true);
-  at::Tensor(gradient).copy_(kept);
+  const TableRows kept = {.rows = rows.add(range.begin), .values = table.index_select(0, rows)};
+  at::Tensor(gradient).copy_(sparse_of(kept, gradient.sizes(), /*coalesced=*/true));
 }
 
 }  // namespace ds::engine

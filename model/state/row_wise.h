@@ -7,7 +7,7 @@
 // for the moving average of the weights:
 //   * zero/reduction/row_gradient.h keeps its gradient as rows with their numbers, and every rank gets those of all;
 //   * the norm adds the squares of the rows that this rank updates (own_rows());
-//   * SliceOptimizer::update_rows() updates these rows of the slice and its states;
+//   * RowOptimizer::update_rows() updates these rows of the slice and its states;
 //   * ParameterAccess::updated_rows() sends them to the other ranks.
 // Slices, states and checkpoints are those of any bucket. engine/setup/row_wise_setup.h decides which tables are so.
 #pragma once
@@ -17,22 +17,18 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/slices/table_rows.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
-#include "zero/row_gather.h"
 
 namespace ds::engine {
 
 // Gives row-wise tables their widths, by parameter, and buckets of their own.
 void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options);
 
-// Returns the rows [begin, end) of ascending rows, by number; they share memory with `rows`. Numbers count from
-// `begin`.
-zero::TableRows rows_between(const zero::TableRows& rows, int64_t begin, int64_t end);
-
 // Returns the rows of a row-wise bucket's reduced gradient that this rank updates, numbered from the first row of what
 // it updates. They share memory with the gradient.
-zero::TableRows own_rows(const ModelState& state, size_t bucket);
+TableRows own_rows(const ModelState& state, size_t bucket);
 
 // Returns the reduced gradient of what this rank updates of a bucket, flat: of a row-wise one a dense copy.
 at::Tensor flat_gradient(const ModelState& state, size_t bucket);

@@ -9,8 +9,6 @@
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <optional>
-#include <sstream>
 #include <utility>
 
 #include "checkpoint/module_weights.h"
@@ -21,6 +19,7 @@
 #include "core/name_pattern.h"
 #include "core/random_streams.h"
 #include "core/tensor_check.h"
+#include "core/text_lines.h"
 #include "dsengine/pipeline.h"
 #include "layers/compressed/compressed_model.h"
 #include "model/state/tensor_parts.h"
@@ -279,19 +278,23 @@ void StartFiles::share(const std::string& own, const Ranks& ranks) {
   std::set<int64_t> hits;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const bool is_own = static_cast<int>(rank) == ranks.first_of_part();
-    auto lines = classic_stream<std::istringstream>(texts[rank]);
-    for (std::string line; std::getline(lines, line);) {
+    for (const std::string& line : text_lines(texts[rank])) {
       const size_t after_word = line.find(' ');
       const size_t after_rows = line.find(' ', after_word + 1);
       const std::string word = line.substr(0, after_word);
       const int64_t rows = std::stoll(line.substr(after_word + 1, after_rows - after_word - 1));
       const std::string name = line.substr(after_rows + 1);
-      if (is_own && (word == kMade || word == kOther)) made_[name] = rows;
-      if (word == kMeant) meant.insert(name);
-      if (word == kUsed) used.insert(name);
-      if (word == kHit) hits.insert(rows);
-      if (word == kOther || word == kMeant || word == kUsed || word == kHit || !told.insert(line).second) continue;
-      (word == kUnused ? report_.unused : rows > 0 ? report_.grown : report_.missing).push_back(name);
+      if (word == kMeant) {
+        meant.insert(name);
+      } else if (word == kUsed) {
+        used.insert(name);
+      } else if (word == kHit) {
+        hits.insert(rows);
+      } else {
+        if (is_own && word != kUnused) made_[name] = rows;
+        if (word == kOther || !told.insert(line).second) continue;
+        (word == kUnused ? report_.unused : rows > 0 ? report_.grown : report_.missing).push_back(name);
+      }
     }
   }
   // With .rename a stage does not know what another one takes.

@@ -1,5 +1,5 @@
-// The source of the first values of a model's parameters: the module itself or a weight file, rank 0's in any
-// case.
+// The source of the first values of a model's parameters: the module, files of weights or the program (start_files.h),
+// rank 0's in any case.
 #pragma once
 
 #include <ATen/core/Tensor.h>

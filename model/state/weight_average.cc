@@ -52,8 +52,8 @@ WeightAverage::WeightAverage(const ModelState& state, const EmaOptions& options)
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       const at::Tensor& master = state.masters[b];
       values_.push_back(at::empty({master.numel()}, master.options().dtype(dtype_of(b))));
+      read_master(b, [&](const at::Tensor& values) { values_[b].copy_(values); });
     }
-    begin_anew();
   } catch (...) {
     failure = std::current_exception();
   }
@@ -67,14 +67,6 @@ void WeightAverage::read_master(size_t bucket, const std::function<void(const at
   const bool is_slice = state_.own_part(bucket).is_alias_of(state_.masters[bucket]);
   if (!is_slice) return read();
   state_.buckets[bucket].kept_slice().use(/*changes=*/false, read);
-}
-
-void WeightAverage::begin_anew() {
-  const at::NoGradGuard no_grad;
-  updates_ = 0;
-  for (size_t b = 0; b < values_.size(); ++b) {
-    read_master(b, [&](const at::Tensor& master) { values_[b].copy_(master); });
-  }
 }
 
 double WeightAverage::decay_of(int64_t update) const {

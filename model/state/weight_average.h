@@ -35,8 +35,6 @@ class WeightAverage {
   void update(const at::Tensor& skip);
   // Takes the last update out of the count, once the host has learned that the device skipped it.
   void take_back_update() { --updates_; }
-  // Sets the averages to the masters, and the number of updates to 0.
-  void begin_anew();
 
   // The averages of a bucket: float32, or float64 for float64 masters.
   const at::Tensor& values(size_t bucket) const { return values_.at(bucket); }

@@ -134,7 +134,7 @@ bool reads_words(int64_t micro_batch, int rank, int ranks) {
   return ranks == 1 || rank + 1 < ranks || micro_batch % 2 == 0;
 }
 
-// What plain torch makes of the batches of so many ranks.
+// Returns the weights that plain torch trains on the batches of so many ranks.
 State plain_state(const std::string& type, int ranks) {
   RowNet model;
   const auto optimizer = plain_optimizer(type, model);

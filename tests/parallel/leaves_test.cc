@@ -5,6 +5,7 @@
 
 #include "dsengine/errors.h"
 #include "tests/parallel/split_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::parallel {
 namespace {
@@ -98,14 +99,7 @@ TEST(Leaves, HabitsOverTheModulesParametersAreErrorsThatNameOne) {
     const auto module = perceptron();
     torch::optim::SGD before(module->parameters(), 0.3);
     const SplitModule split = parallelize_module(*module, shared(communicator), perceptron_rules());
-    const auto error_of = [&](const auto& body) -> std::string {
-      try {
-        body();
-      } catch (const std::exception& error) {
-        return error.what();
-      }
-      return "none";
-    };
+    const auto error_of = [](const auto& body) { return test::thrown_by(body, "none"); };
     const auto backward = [&] { module->forward(batch()).pow(2).sum().backward(); };
     before.zero_grad();
     module->zero_grad();

@@ -22,6 +22,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "tests/pipeline/pipeline_job.h"
 #include "tests/support/borrowed.h"
+#include "tests/support/thrown.h"
 
 namespace ds::pipeline {
 namespace {
@@ -79,11 +80,8 @@ MicroBatch ones() { return {.inputs = {torch::ones({2, 8})}, .labels = {torch::o
 std::vector<std::string> messages_of(const Job& job, const BatchSource& source = ones) {
   std::vector<std::string> messages(static_cast<size_t>(job.ranks));
   run(job, [&](Rank& rank) {
-    try {
-      rank.engine.train_batch(source);
-    } catch (const std::exception& error) {
-      messages[static_cast<size_t>(rank.world_rank)] = error.what();
-    }
+    messages[static_cast<size_t>(rank.world_rank)] =
+        test::thrown_by([&] { rank.engine.train_batch(source); }, /*otherwise=*/"");
   });
   return messages;
 }

@@ -204,7 +204,7 @@ Losses train_vit(const Trainer& trainer) {
   return losses;
 }
 
-// The same model on two ranks each, or on the one that there is.
+// Trains the same model as a pipeline over two ranks, or over one where there is one.
 Losses train_vit_in_a_pipeline(comm::Communicator& communicator, const Config& zero) {
   using pipeline::LayerSpec;
   std::vector<LayerSpec> layers{LayerSpec::of<VitEmbed>()};

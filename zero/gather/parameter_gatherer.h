@@ -2,8 +2,8 @@
 //
 // Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, memory for
 // the bucket is allocated and filled by an all_gather; it is released once the pass has moved on. Operators trigger the
-// gather, not modules; so modules need no hooks and no declarations. On a GPU the current stream is
-// ordered after the gather, and the host does not wait (BucketGather).
+// gather, not modules; so modules need no hooks and no declarations. On a GPU the current stream is ordered after the
+// gather, and the host does not wait (BucketGather).
 //
 // A bucket that is not sharded (persistent parameters) stays full: it is gathered after an update, and waited for at
 // its first use. What else keeps a bucket full: Note [What keeps a bucket full] (zero/gather/live_buckets.h).

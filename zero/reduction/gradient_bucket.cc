@@ -37,15 +37,13 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
   const BucketState next = after(state_, BucketEvent::kCollect);
   at::Tensor gradient = parameters_->parameters()[position].tensor.grad();
   ensure(gradient.defined(), "a gradient hook runs after its gradient is set");
+  const int64_t number = parameters_->layout().segments[position].parameter;
   if (rows_) {
-    gradient = rows_->arriving();
-  } else if (gradient.layout() != at::kStrided) {
-    gradient = gradient.to_dense();
-  }
-  if (check) check->see(parameters_->layout().segments[position].parameter, gradient);
-  if (rows_) {
+    if (check) check->see(number, rows_->arriving());
     rows_->collect();
   } else {
+    if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+    if (check) check->see(number, gradient);
     buffer_.collect(position, gradient);
   }
   seen_[position] = 1;

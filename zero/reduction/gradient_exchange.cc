@@ -46,10 +46,8 @@ void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTra
   const at::ScalarType dtype = replacement ? options_.communication_dtype : options_.dtype_sent(bucket);
   wire = dtype == at::ScalarType::Undefined ? local : local.to(dtype);
   auto op = comm::ReduceOp::kSum;
-  if (options_.average && options_.prescale) {
-    wire.div_(world);
-  } else if (divides_in_two()) {
-    wire.div_(options_.predivide_factor);
+  if (const double before = divisors(bucket).before; before != 1.0) {
+    wire.div_(before);
   } else if (options_.average && !divides_after(bucket, wire)) {
     op = comm::ReduceOp::kAvg;
   }

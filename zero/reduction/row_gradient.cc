@@ -1,6 +1,5 @@
 #include "zero/reduction/row_gradient.h"
 
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
@@ -16,15 +15,10 @@ TableRows joined(const TableRows& first, const TableRows& second) {
   return {.rows = at::cat({first.rows, second.rows}), .values = at::cat({first.values, second.values})};
 }
 
-TableRows rows_of(const at::Tensor& sparse) {
-  return {.rows = sparse._indices().reshape({-1}), .values = sparse._values()};
-}
-
 }  // namespace
 
 at::Tensor RowGradient::sparse(const TableRows& rows, bool coalesced) const {
-  return at::_sparse_coo_tensor_unsafe(rows.rows.unsqueeze(0), rows.values, table_->parameters().front().tensor.sizes(),
-                                       rows.values.options().layout(at::kSparse), coalesced);
+  return sparse_of(rows, table_->parameters().front().tensor.sizes(), coalesced);
 }
 
 at::Tensor RowGradient::arriving() const {

@@ -116,7 +116,7 @@ TEST(Fp32Model, TorchLoadsWhatAnEngineOfAnyStageWrites) {
         if (communicator.rank() == 0) expected = own;
       });
       expect_bit_equal(loaded_by_torch(dir + "/file/model.pt"), expected, what);
-      // What ds-tool checkpoint convert --format torch does.
+      // The export that `ds-tool checkpoint convert --format torch` makes.
       const auto source = checkpoint::open(dir + "/tag");
       const auto modules = source->state().empty_modules;
       ASSERT_TRUE(modules.has_value());
