@@ -31,7 +31,8 @@ endif()
 add_library(ds_flags INTERFACE)
 target_compile_features(ds_flags INTERFACE cxx_std_20)
 target_compile_options(ds_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wno-unused-parameter -Wno-missing-field-initializers
-                       -Wno-dangling-else -Wno-restrict -Wno-stringop-overflow)  # the last two: false alarms of GCC 12 on std::string
+                       -Wno-dangling-else
+                       $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict -Wno-stringop-overflow>)  # false alarms of GCC 12 on std::string
 if(DS_WERROR)
   target_compile_options(ds_flags INTERFACE -Werror)
 endif()
@@ -39,11 +40,11 @@ endif()
 # (at::RecordFunction): every build type must agree. Our own invariants are checked by ds::ensure, not assert.
 target_compile_definitions(ds_flags INTERFACE $<$<NOT:$<CONFIG:Release,MinSizeRel>>:NDEBUG>)
 if(DS_FUZZ)
-  target_compile_options(ds_flags INTERFACE -fsanitize=fuzzer-no-link -Wno-unknown-warning-option)
+  target_compile_options(ds_flags INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 if(DS_SANITIZE)
   # GCC cannot see initialisation through instrumented code (its manual says so of -Wmaybe-uninitialized).
-  target_compile_options(ds_flags INTERFACE -Wno-maybe-uninitialized)
+  target_compile_options(ds_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 endif()
 if(DS_SANITIZE STREQUAL "address")
   target_compile_options(ds_flags INTERFACE -fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
