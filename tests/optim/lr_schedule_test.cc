@@ -123,7 +123,7 @@ TEST(LrSchedule, RunsStepsWithDeepSpeedsValues) {
     std::vector<GroupOptions> groups;
     for (const double lr : test["group_lr"]) groups.push_back({.lr = lr});
     const auto schedule = make_lr_schedule(schedule_options_of(test), groups, /*optimizer_uses_betas=*/true);
-    EXPECT_EQ(schedule->name(), test["type"]);
+    EXPECT_EQ(schedule->name(), test["type"].get<std::string>());
     for (const json& at : test["at"]) {
       const int64_t k = at[0];
       schedule->apply(k - 1, groups);

@@ -185,7 +185,7 @@ std::vector<char> left_only(const Ranked& ranked) {
   return in_pass;
 }
 
-constexpr ReducerOptions kEveryPass = {.policy = ReductionPolicy::kReduceScatterEveryBackward};
+const ReducerOptions kEveryPass = {.policy = ReductionPolicy::kReduceScatterEveryBackward};
 
 TEST(ReducerInPass, OtherBucketsAreLeftAlone) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
