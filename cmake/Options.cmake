@@ -33,6 +33,8 @@ target_compile_features(ds_flags INTERFACE cxx_std_20)
 target_compile_options(ds_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wno-unused-parameter -Wno-missing-field-initializers
                        -Wno-dangling-else
                        $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict -Wno-stringop-overflow>)  # false alarms of GCC 12 on std::string
+# The toolkit's headers define functions of their own in every source.
+target_compile_options(ds_flags INTERFACE $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<CXX_COMPILER_ID:Clang>>:-Wno-unused-function>)
 if(DS_WERROR)
   target_compile_options(ds_flags INTERFACE -Werror)
 endif()

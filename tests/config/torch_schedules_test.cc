@@ -30,7 +30,7 @@ TEST(TorchSchedules, HaveTorchsRates) {
     const DsConfig config = parse(nlohmann::ordered_json{{"train_batch_size", 1}, {"scheduler", section}});
     const auto base = test["base"].get<std::vector<double>>();
     const auto schedule = optimizers::make_lr_schedule(*config.scheduler.options, groups_of(base), false);
-    EXPECT_EQ(schedule->name(), test["type"]);
+    EXPECT_EQ(schedule->name(), test["type"].get<std::string>());
     int64_t t = -1;
     for (const auto& expected : test["rates"]) {
       std::vector<GroupOptions> groups = groups_of(base);
