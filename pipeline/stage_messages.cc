@@ -274,22 +274,41 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
             "shape from a batch on, call reset_activation_shape() on all ranks before it");
   }
   const std::string from = cat(what, ", made by ", layers);
-  for (size_t i = 0; i < tensors.size(); ++i) send(tensors[i].detach(), route.peer, what, i, from);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    send(sent_piece(Content::kActivation, tensors[i].detach(), shapes[i]), route.peer, what, i, from);
+  }
   if (!at::GradMode::is_enabled()) return;
   MessageShapes& back = sent_[{route.stage, route.micro_batch}];
   std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back),
                [](const MessageShape& s) { return s.requires_grad; });
 }
 
+int StageMessages::pieces_of(Content content, const MessageShape& shape) const {
+  const bool cuts = content == Content::kActivation ? options_.cut_activations : options_.cut_gradients;
+  if (!cuts || !options_.axis_ranks || shape.split) return 1;
+  const int64_t elements = c10::multiply_integers(shape.sizes);
+  const int ranks = options_.axis_ranks->size();
+  return elements > 0 && elements % ranks == 0 ? ranks : 1;
+}
+
+at::Tensor StageMessages::sent_piece(Content content, const at::Tensor& tensor, const MessageShape& shape) const {
+  const int64_t pieces = pieces_of(content, shape);
+  if (pieces == 1) return tensor;
+  const int64_t elements = tensor.numel() / pieces;
+  return tensor.contiguous().view({-1}).narrow(0, options_.axis_ranks->rank() * elements, elements);
+}
+
 void StageMessages::begin_activation(const Route& route) { begin(Content::kActivation, route); }
 
 Activation StageMessages::activation(const Route& route) { return take(Content::kActivation, route); }
 
-void StageMessages::send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients) {
+void StageMessages::send_gradient(const Route& route, const Activation& inputs, const Tensors& gradients) {
   const std::string what = label(Content::kGradient, route);
-  for (size_t i = 0; i < of_inputs.size(); ++i) {
-    if (!of_inputs[i].requires_grad()) continue;
-    send(gradients[i].defined() ? gradients[i] : at::zeros_like(of_inputs[i]), route.peer, what, i, what);
+  const MessageShapes shapes = shapes_of(inputs.tensors, inputs.splits);
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    if (!shapes[i].requires_grad) continue;
+    const at::Tensor gradient = gradients[i].defined() ? gradients[i] : at::zeros_like(inputs.tensors[i]);
+    send(sent_piece(Content::kGradient, gradient, shapes[i]), route.peer, what, i, what);
   }
 }
 
@@ -334,7 +353,13 @@ void StageMessages::start(Incoming& message) {
   }
   for (const MessageShape& shape : message.shapes) {
     message.tensors.push_back(buffers_.get(shape));
-    message.works.push_back(between_stages_->irecv(message.tensors.back(), peer, 0, what));
+    const int64_t pieces = pieces_of(message.content, shape);
+    message.pieces.push_back(pieces == 1 ? at::Tensor()
+                                         : buffers_.get({.dtype = shape.dtype,
+                                                         .requires_grad = false,
+                                                         .sizes = {message.tensors.back().numel() / pieces}}));
+    const at::Tensor& received = pieces == 1 ? message.tensors.back() : message.pieces.back();
+    message.works.push_back(between_stages_->irecv(received, peer, 0, what));
   }
   message.started = true;
 }
@@ -355,6 +380,11 @@ Activation StageMessages::take(Content content, const Route& route) {
   Incoming message = std::move(incoming_.at(key));
   incoming_.erase(key);
   for (const comm::Work& work : message.works) work.wait();
+  // In one order on all ranks of the axis, which run one schedule.
+  for (size_t i = 0; i < message.pieces.size(); ++i) {
+    if (!message.pieces[i].defined()) continue;
+    options_.axis_ranks->all_gather(message.tensors[i].view({-1}), message.pieces[i], label(content, route)).wait();
+  }
   Activation taken;
   for (size_t i = 0; i < message.tensors.size(); ++i) {
     taken.tensors.push_back(message.tensors[i].detach());

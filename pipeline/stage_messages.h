@@ -80,6 +80,11 @@ struct MessageOptions {
   at::Device device = at::kCPU;
   bool dynamic_shape = false;
   std::shared_ptr<SplitAxis> axis = nullptr;  // the tensor axis of this rank's layers; null: they are not split
+  // The ranks of the axis. With cut_activations each of them sends a piece of what is the same on all, where the
+  // elements divide evenly, and the receivers gather it over their own axis; with cut_gradients on the way back.
+  std::shared_ptr<comm::Communicator> axis_ranks = nullptr;
+  bool cut_activations = false;
+  bool cut_gradients = false;
 };
 
 // An activation that has arrived: leaves, and how the tensors are split of which they are parts.
@@ -116,9 +121,9 @@ class StageMessages {
   // marked so.
   Activation activation(const Route& route);
 
-  // Sends the gradients of those inputs that require one, in order; undefined ones as zeros. Their memory is as that of
-  // an activation.
-  void send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients);
+  // Sends the gradients of those `inputs` that require one, in order; undefined ones as zeros. Their memory is as that
+  // of an activation.
+  void send_gradient(const Route& route, const Activation& inputs, const Tensors& gradients);
   // Begins to receive the gradient of an activation, which this rank sends before it uses the gradient.
   void begin_gradient(const Route& route);
   // Waits for and returns the tensors that begin_gradient() has begun to receive.
@@ -147,6 +152,7 @@ class StageMessages {
     MessageShapes shapes;  // once it has started
     bool started = false;
     Tensors tensors;
+    Tensors pieces;  // received in place of some of the tensors, which are then gathered; undefined for the others
     std::vector<comm::Work> works;
   };
   struct Outgoing {
@@ -162,6 +168,10 @@ class StageMessages {
   void send(const at::Tensor& tensor, int peer, const std::string& label, size_t position = 0, std::string from = {});
   void end_oldest();
   void begin(Content content, const Route& route);
+  // Returns in how many pieces tensors of this shape travel.
+  int pieces_of(Content content, const MessageShape& shape) const;
+  // Returns what this rank sends of a tensor of this shape.
+  at::Tensor sent_piece(Content content, const at::Tensor& tensor, const MessageShape& shape) const;
   bool knows_shapes(const Incoming& message) const;
   void start(Incoming& message);
   void start_until(const MessageKey& key);

@@ -164,7 +164,7 @@ void StageRunner::do_action(Run& run, const Action& action) {
       Passing& own = passing();
       messages_.send_gradient(route(run, action, stage - 1, stage - 1), own.inputs, own.gradients);
       own.gradients.clear();
-      own.inputs.clear();
+      own.inputs = {};
       if (!own.backward) run.passing.erase({stage, action.micro_batch});
       return;
     }
@@ -227,13 +227,12 @@ void StageRunner::forward(Run& run, const Action& action) {
   const int stage = action.stage;
   const int last = run.schedule.stages() - 1;
   Passing& own = run.passing[{stage, action.micro_batch}];
-  Activation given = inputs_of(run, action);
-  own.inputs = std::move(given.tensors);
-  const bool nothing_given = stage == 0 && own.inputs.empty();
-  own.outputs =
-      with_place([&] { return cat("micro-batch ", action.micro_batch, ", "); },
-                 [&] { return nothing_given ? without("inputs") : ""; },
-                 [&] { return module_.forward_stage(stage, with_full_sizes(own.inputs, given.splits, axis_)); });
+  own.inputs = inputs_of(run, action);
+  const bool nothing_given = stage == 0 && own.inputs.tensors.empty();
+  own.outputs = with_place(
+      [&] { return cat("micro-batch ", action.micro_batch, ", "); },
+      [&] { return nothing_given ? without("inputs") : ""; },
+      [&] { return module_.forward_stage(stage, with_full_sizes(own.inputs.tensors, own.inputs.splits, axis_)); });
   if (stage == last) {
     finish_last(run, action, own);
   } else {
@@ -246,16 +245,16 @@ void StageRunner::forward(Run& run, const Action& action) {
     Tensors starts;
     std::copy_if(own.outputs.begin(), own.outputs.end(), std::back_inserter(starts),
                  [](const at::Tensor& output) { return output.requires_grad(); });
-    own.backward = std::make_unique<StageBackward>(starts, own.inputs);
+    own.backward = std::make_unique<StageBackward>(starts, own.inputs.tensors);
   } else if (stage == last) {
     run.passing.erase({stage, action.micro_batch});
     return;
   }
   if (stage < last) {
-    keep_apart(own.outputs, own.inputs);
+    keep_apart(own.outputs, own.inputs.tensors);
     for (const at::Tensor& output : own.outputs) own.versions.push_back(version_of(output));
   }
-  if (!run.schedule.training) own.inputs.clear();
+  if (!run.schedule.training) own.inputs = {};
 }
 
 // Takes the outputs of the last layer to the loss, and that to where backward begins.
@@ -267,7 +266,7 @@ void StageRunner::finish_last(Run& run, const Action& action, Passing& own) {
     if (std::any_of(own.outputs.begin(), own.outputs.end(), is_split)) of_loss = own.outputs;
     kept = std::move(own.outputs);  // the only holder is found apart
     gather_values(kept);
-    keep_apart(kept, own.inputs);
+    keep_apart(kept, own.inputs.tensors);
     own.outputs = of_loss.empty() ? kept : std::move(of_loss);
   }
   // Asked for also where there is no loss: sources of all calls are then at the same place.
@@ -325,7 +324,7 @@ void StageRunner::backward(Run& run, const Action& action) {
       gradients.push_back(next.gradients[i].defined() ? next.gradients[i] : at::zeros_like(own.outputs[i]));
     }
     next.gradients.clear();
-    next.inputs.clear();
+    next.inputs = {};
     if (!next.backward) run.passing.erase({stage + 1, action.micro_batch});
   } else {
     gradients = messages_.gradient(route(run, action, stage, stage + 1));
@@ -361,7 +360,7 @@ void StageRunner::backward_weight(Run& run, const Action& action) {
     with_place([&] { return backward_place(action); }, [&] { own.backward->weights(); });
   });
   own.backward.reset();
-  if (own.inputs.empty()) run.passing.erase(found);
+  if (own.inputs.tensors.empty()) run.passing.erase(found);
 }
 
 void StageRunner::record(const Action& action, std::chrono::steady_clock::time_point start) {

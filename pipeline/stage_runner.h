@@ -86,7 +86,7 @@ class StageRunner {
   using Key = std::pair<int, int>;  // stage, micro-batch
   // One micro-batch on its way through one stage.
   struct Passing {
-    Tensors inputs;       // leaves: parts of what is split over a tensor axis
+    Activation inputs;    // leaves: parts of what is split over a tensor axis
     TensorSplits splits;  // of the outputs
     Tensors outputs;      // parts as well; backward needs their shapes, and the next stage on this rank their values
     std::vector<int64_t> versions;  // of the outputs, when the stage had returned them

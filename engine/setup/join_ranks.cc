@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <vector>
 
 #include "comm/agreement.h"
 #include "comm/flight/flight_watch.h"
@@ -154,7 +155,10 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
                      ? ranks.world
                      : ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert, comm::MeshAxis::kTensor});
   const comm::GridShape grid{.sizes = {ranks.world->size() / tensor, tensor}};
-  ranks.tensor_inside_host = comm::inside_hosts(grid, 1, comm::hosts_of(*ranks.world, ranks.device));
+  const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
+  ranks.tensor_inside_host = comm::inside_hosts(grid, 1, hosts);
+  const int pipe = ranks.mesh->size(comm::MeshAxis::kPipe);
+  ranks.pipe_inside_host = comm::inside_hosts({.sizes = {pipe, ranks.world->size() / pipe}}, 0, hosts);
   return ranks;
 }
 

@@ -21,6 +21,7 @@ struct Ranks {
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
   RankGroups groups;                           // groups of ranks inside `part`
   bool tensor_inside_host = true;              // every tensor axis lies inside a host
+  bool pipe_inside_host = true;                // with a tensor axis: every pipeline does
   int local_rank = 0;                          // this rank's number on its host
   c10::Device device = c10::kCPU;
 
