@@ -1,7 +1,8 @@
 // The messages between the stages of a pipeline: activations forward, their gradients back, as tuples of tensors.
 //
 // Nothing waits here but the use of what has not arrived. Shapes and dtypes are agreed once, with the first
-// micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Between two
+// micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Of a tensor that
+// is split over a tensor axis a rank sends its part, and how the tensor is cut (split_activations.h). Between two
 // ranks, messages of one direction travel in the order of the schedule; they do not wait for those of the other one
 // (comm.h).
 #pragma once
@@ -21,6 +22,7 @@
 #include "core/text.h"
 #include "dsengine/comm.h"
 #include "dsengine/layer_spec.h"
+#include "pipeline/split_activations.h"
 
 namespace ds::pipeline {
 
@@ -28,12 +30,14 @@ namespace ds::pipeline {
 struct MessageShape {
   at::ScalarType dtype = at::kFloat;
   bool requires_grad = false;
-  std::vector<int64_t> sizes;
+  std::vector<int64_t> sizes;                       // of what travels
+  std::optional<TensorSplit> split = std::nullopt;  // what travels is a rank's part of a split tensor
   bool operator==(const MessageShape&) const = default;
 };
 using MessageShapes = std::vector<MessageShape>;
 
-MessageShapes shapes_of(const Tensors& tensors);
+// `splits` of the tensors; none: all are plain.
+MessageShapes shapes_of(const Tensors& tensors, const TensorSplits& splits = {});
 
 // Throws UsageError, which begins with `place`, for a tensor that cannot travel: one that is undefined, sparse or
 // nested.
@@ -75,6 +79,18 @@ class ReceiveBuffers {
 struct MessageOptions {
   at::Device device = at::kCPU;
   bool dynamic_shape = false;
+  std::shared_ptr<SplitAxis> axis = nullptr;  // the tensor axis of this rank's layers; null: they are not split
+  // The ranks of the axis. With cut_activations each of them sends a piece of what is the same on all, where the
+  // elements divide evenly, and the receivers gather it over their own axis; with cut_gradients on the way back.
+  std::shared_ptr<comm::Communicator> axis_ranks = nullptr;
+  bool cut_activations = false;
+  bool cut_gradients = false;
+};
+
+// An activation that has arrived: leaves, and how the tensors are split of which they are parts.
+struct Activation {
+  Tensors tensors;
+  TensorSplits splits;
 };
 
 // The messages of one rank. Its methods are called in the order of the schedule's actions, from one thread.
@@ -95,19 +111,19 @@ class StageMessages {
     int peer = 0;  // the rank at the other end
   };
   // Sends an activation, whose memory nobody may write before finish(): the message is read while the stage computes
-  // on. `from`: the layers that made them, for error messages. Throws UsageError when their shapes differ from those of
-  // the first micro-batch. This and what is called later throw UsageError where a tensor was changed in place
-  // meanwhile.
-  void send_activation(const Route& route, const Tensors& tensors, const Printable& from);
+  // on. `splits`: the tensors of which some are parts. `from`: the layers that made them, for error messages. Throws
+  // UsageError when their shapes differ from those of the first micro-batch. This and what is called later throw
+  // UsageError where a tensor was changed in place meanwhile.
+  void send_activation(const Route& route, const Tensors& tensors, const TensorSplits& splits, const Printable& from);
   // Begins to receive an activation.
   void begin_activation(const Route& route);
   // Waits for and returns the tensors that begin_activation() has begun to receive; those that require a gradient are
   // marked so.
-  Tensors activation(const Route& route);
+  Activation activation(const Route& route);
 
-  // Sends the gradients of those inputs that require one, in order; undefined ones as zeros. Their memory is as that of
-  // an activation.
-  void send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients);
+  // Sends the gradients of those `inputs` that require one, in order; undefined ones as zeros. Their memory is as that
+  // of an activation.
+  void send_gradient(const Route& route, const Activation& inputs, const Tensors& gradients);
   // Begins to receive the gradient of an activation, which this rank sends before it uses the gradient.
   void begin_gradient(const Route& route);
   // Waits for and returns the tensors that begin_gradient() has begun to receive.
@@ -136,6 +152,7 @@ class StageMessages {
     MessageShapes shapes;  // once it has started
     bool started = false;
     Tensors tensors;
+    Tensors pieces;  // received in place of some of the tensors, which are then gathered; undefined for the others
     std::vector<comm::Work> works;
   };
   struct Outgoing {
@@ -151,10 +168,14 @@ class StageMessages {
   void send(const at::Tensor& tensor, int peer, const std::string& label, size_t position = 0, std::string from = {});
   void end_oldest();
   void begin(Content content, const Route& route);
+  // Returns in how many pieces tensors of this shape travel.
+  int pieces_of(Content content, const MessageShape& shape) const;
+  // Returns what this rank sends of a tensor of this shape.
+  at::Tensor sent_piece(Content content, const at::Tensor& tensor, const MessageShape& shape) const;
   bool knows_shapes(const Incoming& message) const;
   void start(Incoming& message);
   void start_until(const MessageKey& key);
-  Tensors take(Content content, const Route& route);
+  Activation take(Content content, const Route& route);
 
   comm::Communicator& ranks_;
   MessageOptions options_;

@@ -1,5 +1,6 @@
 #include <string>
 
+#include "config/plan/plan_choices.h"
 #include "config/plan/plan_rows.h"
 #include "core/text.h"
 
@@ -20,9 +21,47 @@ std::string metric_text(const efficiency::SampleMetric& metric, const config::Cu
              metric.chooses ? "" : ", for the program");
 }
 
+// Says what a rank sends to the next stage of what is the same on all ranks of the axis. `otherwise`: what is not known
+// yet.
+std::string message_text(bool cut, int64_t ranks, const std::string& otherwise) {
+  return cut ? cat("1/", ranks, " of the bytes from each rank, gathered inside the next stage")
+             : cat("all bytes from each rank", otherwise);
+}
+
+void add_message_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  if (!plan.pipeline || plan.topology.pipe == 1) return;
+  const MessageCuts cuts = choose_message_cuts(config, plan, facts.pipe_inside_host);
+  const auto add = [&](const char* key, const char* what, bool wanted, bool cut) {
+    const std::string path = cat("pipeline.", key);
+    const bool given = is_given(config, path);
+    std::string reason = cat(path, ": ", wanted ? "true" : "false", given ? "" : " (default)");
+    if (!given && facts.pipe_inside_host) {
+      reason += *facts.pipe_inside_host ? ", stages lie on one host" : ", stages lie on several hosts";
+    }
+    const bool known = given || !wanted || facts.pipe_inside_host;
+    const std::string otherwise =
+        known ? std::string() : cat(", 1/", plan.topology.tensor, " where stages lie on several hosts");
+    plan.rows.push_back({what, message_text(cut, plan.topology.tensor, otherwise), reason});
+  };
+  add("pipe_partitioned", "replicated activations", config.pipeline.pipe_partitioned, cuts.activations);
+  add("grad_partitioned", "replicated gradients", config.pipeline.grad_partitioned, cuts.gradients);
+  plan.rows.push_back({"split activations",
+                       cat("1/", plan.topology.tensor, " of the bytes from each rank, its own part"),
+                       "the next stage has the other parts where they are needed"});
+}
+
 }  // namespace
 
-void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
+MessageCuts choose_message_cuts(const config::DsConfig& config, const Plan& plan,
+                                std::optional<bool> pipe_inside_host) {
+  if (plan.topology.tensor == 1 || plan.topology.pipe == 1) return {};
+  const bool by_default = !pipe_inside_host.value_or(true);
+  const auto cuts = [&](bool wanted, const char* key) { return wanted && (by_default || is_given(config, key)); };
+  return {.activations = cuts(config.pipeline.pipe_partitioned, "pipeline.pipe_partitioned"),
+          .gradients = cuts(config.pipeline.grad_partitioned, "pipeline.grad_partitioned")};
+}
+
+void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.tensor;
   if (ranks == 1) return;
   plan.rows.push_back({"tensor parallel",
@@ -53,6 +92,7 @@ void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
     plan.rows.push_back({"verified", "what is computed of parts is computed of wholes too, and compared; slow",
                          "tensor_parallel.verify: true"});
   }
+  add_message_rows(config, facts, plan);
 }
 
 void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {

@@ -46,6 +46,7 @@ struct PlanFacts {
   bool pipeline_module = false;            // the model is a pipeline::PipelineModule
   bool seeds_generators = true;            // InitializeOptions::seed_generators
   std::optional<bool> tensor_inside_host;  // every tensor axis lies inside a host; empty: not known
+  std::optional<bool> pipe_inside_host;    // every pipeline lies inside a host; empty: not known
   std::vector<SplitRow> splits;            // over the tensor axis; empty: not known yet, or there is none
   int64_t tensors = 0;                     // the number of parameters of the model, frozen ones included
   std::string first_float64;               // the first parameter where all are float64; empty: none is

@@ -1,6 +1,8 @@
 // The choices of a plan that have files of their own: dtypes (precision.cc) and offloading (offload.cc). Torch-free.
 #pragma once
 
+#include <optional>
+
 #include "config/plan/plan.h"
 #include "dsengine/config.h"
 
@@ -20,6 +22,16 @@ void choose_offload(const config::DsConfig& config, const PlanFacts& facts, Plan
 // Chooses offload_optimizer.super_offload, once all else that it excludes is chosen. The boundary of an accumulation
 // has to find the gradient that the host has used: some plans keep a copy.
 void choose_speculation(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
+
+// Whether what is the same on all ranks of a tensor axis travels between stages in pieces, one from each rank, which
+// the receivers gather over their own axis; else every rank sends all of it.
+struct MessageCuts {
+  bool activations = false;
+  bool gradients = false;
+};
+// Cuts messages where pipeline.pipe_partitioned and grad_partitioned ask for it; by default where stages lie on several
+// hosts, for inside a host a gather costs more than it saves. `pipe_inside_host`: PlanFacts::pipe_inside_host.
+MessageCuts choose_message_cuts(const config::DsConfig& config, const Plan& plan, std::optional<bool> pipe_inside_host);
 
 // True for dtypes of 16 bits.
 bool is_half(DType dtype);

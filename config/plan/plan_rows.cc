@@ -424,7 +424,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   note_casts(facts, plan);
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
-  add_tensor_rows(facts, plan);
+  add_tensor_rows(config, facts, plan);
   add_optimizer_rows(config, facts, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);

@@ -8,6 +8,7 @@
 #include "checkpoint/block_checksum.h"
 #include "comm/agreement.h"
 #include "comm/job/error_stacks.h"
+#include "config/plan/plan_choices.h"
 #include "core/check.h"
 #include "core/files/joined_file.h"
 #include "core/listed.h"
@@ -35,6 +36,7 @@
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/shared_buffers.h"
 #include "model/state/start_files.h"
+#include "parallel/axis/axis.h"
 
 namespace ds::engine {
 namespace {
@@ -142,6 +144,7 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
   if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_inside_host;
+  if (model.ranks.tensor) facts.pipe_inside_host = model.ranks.pipe_inside_host;
   return facts;
 }
 
@@ -313,10 +316,15 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
 void prepare_schedule(Engine::Impl& impl) {
   if (!impl.state.plan.pipeline) return;
   PipelineState& pipeline = *impl.state.pipeline;
+  const MessageCuts cuts = choose_message_cuts(impl.config, impl.state.plan, impl.state.ranks.pipe_inside_host);
   pipeline.runner = std::make_unique<pipeline::StageRunner>(
       *pipeline.module, *pipeline.ranks,
       pipeline::MessageOptions{.device = impl.state.ranks.device,
-                               .dynamic_shape = pipeline.module->options().dynamic_shape});
+                               .dynamic_shape = pipeline.module->options().dynamic_shape,
+                               .axis = impl.state.tensor ? impl.state.tensor->split.axis : nullptr,
+                               .axis_ranks = impl.state.ranks.tensor,
+                               .cut_activations = cuts.activations,
+                               .cut_gradients = cuts.gradients});
   if (impl.loader) require_equal_batches(pipeline, *impl.loader, "initialize: .training_data");
   training_schedule(pipeline, impl.state.plan, static_cast<int>(impl.config.gradient_accumulation_steps));
 }
