@@ -11,7 +11,8 @@ namespace ds::engine {
 // Appends the rows of a plan whose other fields are filled in. to_table() adds those of predicted bytes.
 void add_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
-// Appends rows on the tensor axis: where it lies, what is split, and how split layers work. Warns of a slow axis.
+// Appends rows on the order of the axes and on the tensor axis: where it lies, what is split, and how split layers
+// work. Warns of a slow axis.
 void add_tensor_rows(const PlanFacts& facts, Plan& plan);
 
 // Appends rows on curricula, chosen samples, dropped layers and tokens, and sparse attention.
