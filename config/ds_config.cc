@@ -119,9 +119,9 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   const int64_t left = *options.world_size / stages / tensor;
-  const bool both = stages > 1 && tensor > 1;
   const std::string multiple =
-      cat(stages * tensor, " ranks", both ? cat(" (", stages, " stages x ", tensor, " tensor ranks)") : "");
+      stages > 1 && tensor > 1 ? cat(stages, " x ", tensor, " ranks (pipeline.stages x tensor_parallel.autotp_size)")
+                               : cat(std::max(stages, tensor), " ranks");
   const int64_t sequence = std::max<int64_t>(config.sequence_parallel_size.value_or(1), 1);
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,
