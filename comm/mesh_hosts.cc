@@ -62,6 +62,18 @@ bool inside_hosts(const GridShape& shape, size_t axis, const std::vector<int>& h
   return true;
 }
 
+std::string crossing_text(const GridShape& shape, size_t axis, const std::vector<int>& hosts,
+                          const std::vector<std::string>& names) {
+  for (const std::vector<int>& group : shape.groups({axis})) {
+    for (size_t i = 1; i < group.size(); ++i) {
+      const auto a = static_cast<size_t>(group[i - 1]);
+      const auto b = static_cast<size_t>(group[i]);
+      if (hosts[a] != hosts[b]) return cat("ranks ", a, " (host ", names[a], ") and ", b, " (host ", names[b], ")");
+    }
+  }
+  return {};
+}
+
 std::string grid_text(const GridShape& shape, const std::vector<std::string>& names, const std::vector<int>& hosts) {
   std::string text;
   std::vector<std::string> inside;

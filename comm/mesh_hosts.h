@@ -19,6 +19,10 @@ struct GridShape {
 
 // Whether every group along the axis is on one host; `hosts` has a number for each rank.
 bool inside_hosts(const GridShape& shape, size_t axis, const std::vector<int>& hosts);
+// Names the first two neighbours along the axis that are on different hosts: "ranks 1 (host a) and 2 (host b)"; empty
+// where every group is on one host. `names` has the name of each rank's host.
+std::string crossing_text(const GridShape& shape, size_t axis, const std::vector<int>& hosts,
+                          const std::vector<std::string>& names);
 // Describes a grid: "dp 2 x tp 4; tp inside hosts, dp between them"; axes of one rank are left out.
 std::string grid_text(const GridShape& shape, const std::vector<std::string>& names, const std::vector<int>& hosts);
 // Returns what to change where the innermost axis leaves a host; empty where it does not.

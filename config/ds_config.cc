@@ -119,15 +119,18 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   const int64_t left = *options.world_size / stages / tensor;
+  const std::string multiple =
+      stages > 1 && tensor > 1 ? cat(stages, " x ", tensor, " ranks (pipeline.stages x tensor_parallel.autotp_size)")
+                               : cat(std::max(stages, tensor), " ranks");
   const int64_t sequence = std::max<int64_t>(config.sequence_parallel_size.value_or(1), 1);
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,
-                                "; start a multiple of ", stages, " ranks, or change the stages"));
+                                "; start a multiple of ", multiple, ", or change the stages"));
   } else if (*options.world_size / stages % tensor != 0) {
     problems.error(
         "/tensor_parallel/autotp_size",
         cat("expected a divisor of the ", ranks_in_words(*options.world_size / stages), stages > 1 ? " of a stage" : "",
-            ", found ", tensor, "; start a multiple of ", tensor * stages, " ranks, or change it"));
+            ", found ", tensor, "; start a multiple of ", multiple, ", or change it"));
   } else if (left % sequence != 0) {
     problems.error("/sequence_parallel_size",
                    cat("expected a divisor of the ", ranks_in_words(left), " beside the other axes, found ", sequence,

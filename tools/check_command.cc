@@ -21,6 +21,7 @@
 #include "tools/commands.h"
 #include "tools/flag_limits.h"
 #include "tools/key_reference.h"
+#include "tools/machine.h"
 #include "tools/split_parameters.h"
 #include "zero/memory_model.h"
 
@@ -93,6 +94,25 @@ void count_tensor_traffic(const CheckOptions& options, Report& report) {
       per_token * static_cast<double>(*options.tokens) * static_cast<double>(report.config.gradient_accumulation_steps);
 }
 
+// The hosts, where the options tell them.
+std::optional<Machine> machine_of(const CheckOptions& options) {
+  if (!options.ranks_per_node) return std::nullopt;
+  return Machine{.ranks = options.world_size, .ranks_per_node = *options.ranks_per_node};
+}
+
+// What the options tell of the model and of the hosts.
+engine::PlanFacts facts_of(const CheckOptions& options, const Report& report) {
+  const int64_t stages = report.config.pipeline.stages.value_or(1);
+  engine::PlanFacts facts{
+      .parameters = report.parameters, .activation_bytes = options.activation_bytes, .pipeline_module = stages > 1};
+  if (report.splits) facts.split_parameters = (report.splits->part_elements + stages - 1) / stages;
+  const std::optional<Machine> machine = machine_of(options);
+  if (!machine) return facts;
+  facts.tensor_leaves_host = crossing_text(*machine, report.config.tensor_parallel.size());
+  facts.tensor_inside_host = facts.tensor_leaves_host.empty();
+  return facts;
+}
+
 Report examine(const CheckOptions& options) {
   Report report;
   const engine::config::AutoValues given = given_values(options.auto_values);
@@ -102,19 +122,15 @@ Report examine(const CheckOptions& options) {
                                                          .assumed_values = engine::config::hugging_face_values()});
   require_used(report.config, given);
   if (options.explain) report.explained = explain_keys(report.config.text, KeyReference(key_reference_text()));
-  const int64_t stages = report.config.pipeline.stages.value_or(1);
   count_parameters(options, report);
-  const engine::Topology topology{.world_size = options.world_size,
-                                  .dp = report.config.dp_world_size,
-                                  .pipe = stages,
-                                  .tensor = report.config.tensor_parallel.size()};
-  std::optional<int64_t> parts;
-  if (report.splits) parts = (report.splits->part_elements + stages - 1) / stages;
-  report.plan = engine::make_plan(report.config, topology,
-                                  {.parameters = report.parameters,
-                                   .split_parameters = parts,
-                                   .activation_bytes = options.activation_bytes,
-                                   .pipeline_module = stages > 1});
+  engine::Topology topology{.world_size = options.world_size,
+                            .dp = report.config.dp_world_size,
+                            .pipe = report.config.pipeline.stages.value_or(1),
+                            .tensor = report.config.tensor_parallel.size()};
+  if (const auto machine = machine_of(options)) {
+    topology.ranks_per_host = data_ranks_per_node(*machine, topology.dp, topology.tensor);
+  }
+  report.plan = engine::make_plan(report.config, topology, facts_of(options, report));
   count_tensor_traffic(options, report);
   if (report.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
     report.sent_bytes =
@@ -170,6 +186,13 @@ std::string elastic_in_words(const Report& report) {
   return text + " ranks";
 }
 
+// Those of the config, and of the plan.
+std::vector<std::string> warnings_of(const Report& report) {
+  std::vector<std::string> warnings = report.config.warnings;
+  warnings.insert(warnings.end(), report.plan.warnings.begin(), report.plan.warnings.end());
+  return warnings;
+}
+
 ordered_json to_json(const Report& report) {
   ordered_json plan = ordered_json::array();
   for (const engine::PlanRow& row : report.plan.rows) {
@@ -187,7 +210,7 @@ ordered_json to_json(const Report& report) {
           {"config", engine::config::to_json(report.config)},
           {"auto", chosen},
           {"explained", explained},
-          {"warnings", report.config.warnings},
+          {"warnings", warnings_of(report)},
           {"plan", plan},
           {"split", report.splits ? to_json(*report.splits) : ordered_json()},
           {"elasticity", elastic_to_json(report)},
@@ -296,8 +319,9 @@ void print(const Report& report, std::ostream& out) {
   for (const ExplainedKey& key : report.explained) {
     out << "  " << shown_text(key.path) << "\n      " << key.text << '\n';
   }
-  if (!report.config.warnings.empty()) out << "\nWarnings\n";
-  for (const std::string& warning : report.config.warnings) out << "  " << shown_message(warning) << '\n';
+  const std::vector<std::string> warnings = warnings_of(report);
+  if (!warnings.empty()) out << "\nWarnings\n";
+  for (const std::string& warning : warnings) out << "  " << shown_message(warning) << '\n';
   if (report.splits) {
     out << "\nParameters over " << report.splits->ranks << (report.splits->ranks == 1 ? " rank" : " ranks") << '\n';
     print(*report.splits, out);
@@ -343,6 +367,11 @@ void add_check(CLI::App& app, Command& chosen) {
   flags->add_option("--world_size,--ranks", options->world_size, "Number of ranks")
       ->transform(whole_number(1, kMostRanks))
       ->capture_default_str()
+      ->type_name("N");
+  flags
+      ->add_option("--ranks_per_node", options->ranks_per_node,
+                   "Consecutive ranks of a host: warns where a tensor axis leaves one")
+      ->transform(whole_number(1, kMostRanks))
       ->type_name("N");
   flags->add_option("--parameters", options->parameters, "Trainable elements of the model")
       ->transform(whole_number(1, kMostParameters))

@@ -17,6 +17,8 @@ struct CheckOptions {
   // A file with the model's parameters (tools/split_parameters.h), in place of their number: shows what tensor_parallel
   // cuts of them.
   std::string split_parameters;
+  // Consecutive ranks of a host; says whether a tensor axis lies inside one.
+  std::optional<int64_t> ranks_per_node;
   std::optional<int64_t> tokens;  // of a micro-batch on one rank; predicts the bytes that a tensor axis sends for them
   int64_t activation_bytes = 0;   // of a micro-batch on one rank; added to what a step needs
   std::vector<std::string> auto_values = {};  // "lr=1e-4": for "auto", before what is assumed

@@ -167,6 +167,10 @@ double tensor_rate(const Machine& machine, int64_t tensor) {
   return rate;
 }
 
+double seconds_of_gather(double bytes, const Machine& machine, int64_t tensor) {
+  return bytes / tensor_rate(machine, tensor) + static_cast<double>(tensor - 1) * machine.latency;
+}
+
 pipeline::StageTimes seconds_of(const StageSums& sums, const Machine& machine, int64_t tensor, double beside) {
   const double rate = tensor_rate(machine, tensor);
   const double latency = 2 * static_cast<double>(tensor - 1) * machine.latency;  // there and back around the ring

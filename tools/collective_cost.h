@@ -71,6 +71,9 @@ StageSums sums_of(std::vector<LayerCost>::const_iterator begin, std::vector<Laye
 // `machine`.
 double tensor_rate(const Machine& machine, int64_t tensor);
 
+// Seconds of an all-gather of each tensor axis, for which a rank sends `bytes` in all.
+double seconds_of_gather(double bytes, const Machine& machine, int64_t tensor);
+
 // Seconds that forward and the first half of backward wait for their all-reduces. `beside`: seconds of the products of
 // weights, beside which the all-reduces of backward run; 0: they run beside nothing.
 pipeline::StageTimes seconds_of(const StageSums& sums, const Machine& machine, int64_t tensor, double beside);

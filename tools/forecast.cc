@@ -81,14 +81,8 @@ std::string ranks_text(const PipeRank& rank, const Forecast& forecast) {
   return ranks == 1 ? cat(rank.first_rank) : cat(rank.first_rank, "-", rank.first_rank + ranks - 1);
 }
 
-// Every one of the tensor axes.
 bool tensor_inside_node(const Forecast& forecast) {
-  const Machine& machine = forecast.machine;
-  const int64_t tensor = forecast.simulation.plan.topology.tensor;
-  for (int64_t first = 0; first < machine.ranks; first += tensor) {
-    if (machine.node_of(first) != machine.node_of(first + tensor - 1)) return false;
-  }
-  return true;
+  return !first_crossing(forecast.machine, forecast.simulation.plan.topology.tensor);
 }
 
 std::string tensor_text(const Forecast& forecast) {
@@ -97,20 +91,40 @@ std::string tensor_text(const Forecast& forecast) {
   return cat(" x tensor ", tensor, tensor_inside_node(forecast) ? " (each inside a node)" : " (across nodes)");
 }
 
+// Those of the config, and of the plan of the rank with most parameters.
+std::vector<std::string> warnings_of(const Forecast& forecast) {
+  std::vector<std::string> warnings = forecast.config.warnings;
+  const std::vector<std::string>& of_plan = forecast.simulation.plan.warnings;
+  warnings.insert(warnings.end(), of_plan.begin(), of_plan.end());
+  return warnings;
+}
+
+// The order of the axes, where there are several.
+std::string mesh_text(const Forecast& forecast) {
+  for (const engine::PlanRow& row : forecast.simulation.plan.rows) {
+    if (row.what == "mesh") return row.choice;
+  }
+  return "";
+}
+
 Table head_of(const Forecast& forecast) {
   const Simulation& simulation = forecast.simulation;
   const engine::config::DsConfig& config = forecast.config;
   const engine::Topology& topology = simulation.plan.topology;
   const std::string chunks = simulation.chunks > 1 ? cat(" x ", simulation.chunks, " stages") : "";
-  return {{"ranks", cat(topology.world_size, " = pipeline ", topology.pipe, chunks, " x data parallel ", topology.dp,
-                        tensor_text(forecast), ", on ", count_text(forecast.machine.nodes(), "node", "nodes"))},
-          {"batch", cat(topology.pipe > 1 ? cat(simulation.schedule, ", ") : "",
-                        count_text(config.gradient_accumulation_steps, "micro-batch", "micro-batches"), " of ",
-                        count_text(config.train_micro_batch_size_per_gpu, "sample", "samples"), ", ",
-                        config.train_batch_size, " in a step")},
-          {"model", cat(forecast.parameters, " parameters in ",
-                        count_text(static_cast<int64_t>(forecast.layers), "layer", "layers"), ", ZeRO stage ",
-                        config.zero_optimization.stage, ", ", name_of(simulation.plan.model_dtype))}};
+  Table table = {
+      {"ranks", cat(topology.world_size, " = pipeline ", topology.pipe, chunks, " x data parallel ", topology.dp,
+                    tensor_text(forecast), ", on ", count_text(forecast.machine.nodes(), "node", "nodes"))},
+      {"batch", cat(topology.pipe > 1 ? cat(simulation.schedule, ", ") : "",
+                    count_text(config.gradient_accumulation_steps, "micro-batch", "micro-batches"), " of ",
+                    count_text(config.train_micro_batch_size_per_gpu, "sample", "samples"), ", ",
+                    config.train_batch_size, " in a step")},
+      {"model",
+       cat(forecast.parameters, " parameters in ", count_text(static_cast<int64_t>(forecast.layers), "layer", "layers"),
+           ", ZeRO stage ", config.zero_optimization.stage, ", ", name_of(simulation.plan.model_dtype))}};
+  const std::string mesh = mesh_text(forecast);
+  if (!mesh.empty()) table.insert(table.begin() + 1, {"mesh", mesh});
+  return table;
 }
 
 Table step_of(const Forecast& forecast) {
@@ -134,6 +148,7 @@ Table step_of(const Forecast& forecast) {
 }
 
 // The largest bytes of any rank, for each axis apart: the rank that sends most along one need not do so along another.
+// Beside them, of several nodes, what leaves the node that sends most along the axis.
 Table traffic_of(const Forecast& forecast) {
   int64_t pipeline = 0;
   int64_t data = 0;
@@ -143,21 +158,35 @@ Table traffic_of(const Forecast& forecast) {
     data = std::max(data, rank.data_parallel_sent);
     tensor = std::max(tensor, rank.tensor_sent);
   }
-  return {{"a rank, in its pipeline", bytes_text(pipeline)},
-          {"a rank, data parallel", bytes_text(data)},
-          {"a rank, to those that share its layers", bytes_text(tensor)},
+  const Simulation::AxisBytes& nodes = forecast.simulation.node_sent_along;
+  const auto row = [&](const char* what, int64_t of_rank, int64_t of_node) {
+    std::vector<std::string> cells = {what, bytes_text(of_rank)};
+    if (forecast.machine.nodes() == 1 || of_rank == 0) return cells;
+    cells.push_back(of_node == 0 ? "inside nodes" : cat(bytes_text(of_node), " leave a node"));
+    return cells;
+  };
+  return {row("a rank, in its pipeline", pipeline, nodes.pipeline),
+          row("a rank, data parallel", data, nodes.data_parallel),
+          row("a rank, to those that share its layers", tensor, nodes.tensor),
           {"a node, to other nodes", bytes_text(forecast.simulation.node_sent)}};
 }
 
+std::string stages_text(const PipeRank& rank) {
+  std::string text;
+  for (const int stage : rank.stages) text += cat(text.empty() ? "" : ",", stage);
+  return text;
+}
+
+// All ranks of a row have as much: those of a tensor axis where parts are even, else the one with the largest.
 Table memory_of(const Forecast& forecast, bool all) {
-  Table table = {{"ranks", "state", "gathered", "activations", "messages", "total", "busy", "layers"}};
+  Table table = {{"ranks", "stage", "state", "gathered", "activations", "messages", "total", "busy", "layers"}};
   const PipeRank& fullest = forecast.simulation.fullest();
   for (const PipeRank& rank : forecast.simulation.pipe_ranks) {
     if (!all && &rank != &fullest) continue;
     const std::string mark = forecast.fits(rank) ? "" : "  does not fit";
-    table.push_back({ranks_text(rank, forecast), gibibytes(rank.state_bytes), gibibytes(rank.gathered_bytes),
-                     gibibytes(rank.activation_bytes), gibibytes(rank.message_bytes), gibibytes(rank.memory()),
-                     seconds_text(rank.busy_seconds), rank.layers + mark});
+    table.push_back({ranks_text(rank, forecast), stages_text(rank), gibibytes(rank.state_bytes),
+                     gibibytes(rank.gathered_bytes), gibibytes(rank.activation_bytes), gibibytes(rank.message_bytes),
+                     gibibytes(rank.memory()), seconds_text(rank.busy_seconds), rank.layers + mark});
   }
   return table;
 }
@@ -203,6 +232,11 @@ ordered_json to_json(const Forecast& forecast, bool per_rank) {
                                                                                       *forecast.tokens_of_sample)
                                                                        : ordered_json()},
                        {"sent_by_a_node_per_step", simulation.node_sent},
+                       {"sent_by_a_node_along",
+                        {{"pipeline", simulation.node_sent_along.pipeline},
+                         {"data_parallel", simulation.node_sent_along.data_parallel},
+                         {"tensor", simulation.node_sent_along.tensor}}},
+                       {"warnings", warnings_of(forecast)},
                        {"fullest", to_json(simulation.fullest(), forecast)},
                        {"fits", forecast.limit ? ordered_json(forecast.fits()) : ordered_json()}};
   if (!per_rank) return json;
@@ -215,7 +249,7 @@ void print(const Forecast& forecast, bool per_rank, std::ostream& out) {
   const Simulation& simulation = forecast.simulation;
   out << shown_text(forecast.config.source) << ", simulated\n";
   print_table(head_of(forecast), out);
-  for (const std::string& warning : forecast.config.warnings) out << "  warning  " << shown_message(warning) << '\n';
+  for (const std::string& warning : warnings_of(forecast)) out << "  warning  " << shown_message(warning) << '\n';
   out << "\nTime of a step\n";
   print_table(step_of(forecast), out);
   out << "\nBytes sent in a step, at most\n";

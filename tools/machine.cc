@@ -3,9 +3,31 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/text.h"
 #include "tools/checked_count.h"
 
 namespace ds::tool {
+
+std::optional<std::pair<int64_t, int64_t>> first_crossing(const Machine& machine, int64_t size) {
+  for (int64_t first = 0; first < machine.ranks; first += size) {
+    for (int64_t rank = first + 1; rank < first + size; ++rank) {
+      if (machine.node_of(rank - 1) != machine.node_of(rank)) return std::pair{rank - 1, rank};
+    }
+  }
+  return std::nullopt;
+}
+
+std::string crossing_text(const Machine& machine, int64_t size) {
+  const auto crossing = first_crossing(machine, size);
+  if (!crossing) return {};
+  return cat("ranks ", crossing->first, " (node ", machine.node_of(crossing->first), ") and ", crossing->second,
+             " (node ", machine.node_of(crossing->second), ")");
+}
+
+int64_t data_ranks_per_node(const Machine& machine, int64_t dp, int64_t tensor) {
+  const int64_t ranks = std::clamp<int64_t>(machine.ranks_per_node / tensor, 1, dp);
+  return dp % ranks == 0 ? ranks : 1;
+}
 
 void Traffic::add(int64_t from, int64_t to, int64_t bytes) {
   const int64_t node = machine_.node_of(from);

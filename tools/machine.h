@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace ds::tool {
@@ -18,6 +21,17 @@ struct Machine {
   int64_t node_of(int64_t rank) const { return rank / ranks_per_node; }
   int64_t nodes() const { return (ranks + ranks_per_node - 1) / ranks_per_node; }
 };
+
+// The first neighbours on an axis of `size` neighbouring ranks that are on different nodes; empty: every axis lies
+// inside a node. `size` divides the ranks of `machine`.
+std::optional<std::pair<int64_t, int64_t>> first_crossing(const Machine& machine, int64_t size);
+// The same in words for engine::PlanFacts::tensor_leaves_host: "ranks 2 (node 0) and 3 (node 1)"; empty: there are
+// none.
+std::string crossing_text(const Machine& machine, int64_t size);
+
+// The data-parallel ranks of a node that have the same place on their tensor axes of `tensor` ranks; 1 where this does
+// not divide `dp`.
+int64_t data_ranks_per_node(const Machine& machine, int64_t dp, int64_t tensor);
 
 // A ring of ranks: each sends to the next, the last one to the first.
 struct Ring {

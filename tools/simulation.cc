@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "core/check.h"
@@ -31,6 +32,29 @@ struct TiedRanks {
 
 void add_bytes(int64_t& sum, int64_t bytes) { sum = checked_sum(sum, bytes, "what is sent in a step"); }
 
+// The bytes that leave each node in a step along one axis.
+using NodeBytes = std::vector<int64_t>;
+
+void add_bytes(NodeBytes& sums, const NodeBytes& bytes) {
+  for (size_t n = 0; n < sums.size(); ++n) add_bytes(sums[n], bytes[n]);
+}
+
+int64_t most(const NodeBytes& bytes) { return *std::max_element(bytes.begin(), bytes.end()); }
+
+// A message from a rank of a stage to the rank of the next one that has the same place on its data and tensor axes.
+struct StageMessage {
+  double sent = 0;      // bytes of the message
+  double gathered = 0;  // bytes that its receiver then sends to the other ranks of its tensor axis
+};
+
+// `output`: bytes of the activation or gradient. `is_cut`: each rank of a tensor axis has a part of it, along the
+// sequence. `in_parts`: of what all of them have, each sends a part.
+StageMessage message_of(double output, int64_t tensor, bool is_cut, bool in_parts) {
+  const double part = output / static_cast<double>(tensor);
+  if (is_cut) return {.sent = part, .gathered = 0};
+  return in_parts ? StageMessage{.sent = part, .gathered = output - part} : StageMessage{.sent = output, .gathered = 0};
+}
+
 // Without pipeline, forward and backward take turns.
 Schedule schedule_of(const Plan& plan, int64_t micro_batches) {
   if (plan.pipeline && plan.pipeline->own) return *plan.pipeline->own;
@@ -51,7 +75,10 @@ bool splits_backward(const Schedule& schedule) {
 class Simulator {
  public:
   explicit Simulator(const SimulationQuestion& question)
-      : question_(question), config_(question.config), machine_(question.machine) {}
+      : question_(question),
+        config_(question.config),
+        machine_(question.machine),
+        leaves_node_(crossing_text(machine_, config_.tensor_parallel.size())) {}
 
   Simulation run() {
     require_known();
@@ -71,7 +98,11 @@ class Simulator {
     cost_tied();
     add_times();
     add_memory();
-    result_.node_sent = *std::max_element(node_bytes_.begin(), node_bytes_.end());
+    result_.node_sent_along = {
+        .pipeline = most(pipeline_bytes_), .tensor = most(tensor_bytes_), .data_parallel = most(data_bytes_)};
+    add_bytes(pipeline_bytes_, tensor_bytes_);
+    add_bytes(pipeline_bytes_, data_bytes_);
+    result_.node_sent = most(pipeline_bytes_);
     return std::move(result_);
   }
 
@@ -99,6 +130,7 @@ class Simulator {
   const SimulationQuestion& question_;
   const engine::config::DsConfig& config_;
   const Machine& machine_;
+  const std::string leaves_node_;  // neighbours on a tensor axis that are on different nodes; empty: there are none
   int64_t dp_ = 1;
   int64_t tensor_ = 1;
   int pipe_ = 1;
@@ -111,7 +143,7 @@ class Simulator {
   std::vector<DataParallelCost> collectives_;
   std::vector<TiedRanks> tied_;
   std::vector<double> tied_seconds_;  // of each rank
-  std::vector<int64_t> node_bytes_;
+  NodeBytes pipeline_bytes_, tensor_bytes_, data_bytes_;
   std::map<int64_t, Plan> plans_;  // by parameters of a rank
   Simulation result_;
 };
@@ -129,14 +161,16 @@ Plan Simulator::make_plan(std::optional<int64_t> parameters) const {
   const int64_t stages = config_.pipeline.stages.value_or(1);
   const int64_t dp = config_.dp_world_size;
   const int64_t tensor = config_.tensor_parallel.size();
-  const int64_t node = std::clamp<int64_t>(machine_.ranks_per_node / tensor, 1, dp);
   return engine::make_plan(config_,
                            {.world_size = machine_.ranks,
                             .dp = dp,
                             .pipe = stages,
-                            .ranks_per_host = dp % node == 0 ? node : 1,
+                            .ranks_per_host = data_ranks_per_node(machine_, dp, tensor),
                             .tensor = tensor},
-                           {.parameters = parameters, .pipeline_module = stages > 1});
+                           {.parameters = parameters,
+                            .pipeline_module = stages > 1,
+                            .tensor_inside_host = leaves_node_.empty(),
+                            .tensor_leaves_host = leaves_node_});
 }
 
 // Ranks with equally many parameters, most of them, have one.
@@ -189,31 +223,41 @@ void Simulator::place_parameters() {
   int64_t most = 0;
   for (const PipeRank& rank : result_.pipe_ranks) most = std::max(most, rank.parameters);
   result_.plan = plan_of(most);
-  node_bytes_.assign(static_cast<size_t>(machine_.nodes()), 0);
+  for (NodeBytes* bytes : {&pipeline_bytes_, &tensor_bytes_, &data_bytes_}) {
+    bytes->assign(static_cast<size_t>(machine_.nodes()), 0);
+  }
 }
 
 void Simulator::time_messages() {
-  const int64_t micro_batches = schedule_.shape.micro_batches;
+  const auto micro_batches = static_cast<double>(schedule_.shape.micro_batches);
+  const bool is_cut = config_.tensor_parallel.sequence_parallel;
   for (size_t s = 0; s + 1 < stages_.size(); ++s) {
     messages_.emplace_back();
     const int a = stages_[s].rank;
     const int b = stages_[s + 1].rank;
     if (a == b) continue;
-    const double bytes = stages_[s].output_bytes;
-    const int64_t in_step = whole_bytes(bytes * static_cast<double>(micro_batches), "messages of a step");
     double slowest = 0;
-    for (const auto& [from, to] : {std::pair{a, b}, std::pair{b, a}}) {
+    double gather = 0;
+    for (const auto& [from, to, in_parts] :
+         {std::tuple{a, b, config_.pipeline.pipe_partitioned}, std::tuple{b, a, config_.pipeline.grad_partitioned}}) {
+      const StageMessage message = message_of(stages_[s].output_bytes, tensor_, is_cut, in_parts);
+      const int64_t in_step = whole_bytes(message.sent * micro_batches, "messages of a step");
+      const int64_t gathered = whole_bytes(message.gathered * micro_batches, "messages of a step");
       Traffic traffic(machine_);
       for (int64_t d = 0; d < stage_ranks(); ++d) traffic.add(rank_at(from, d), rank_at(to, d), in_step);
       for (int64_t d = 0; d < stage_ranks(); ++d) {
-        slowest = std::max(slowest, bytes / traffic.rate(rank_at(from, d), rank_at(to, d)));
+        slowest = std::max(slowest, message.sent / traffic.rate(rank_at(from, d), rank_at(to, d)));
       }
-      for (size_t n = 0; n < node_bytes_.size(); ++n) add_bytes(node_bytes_[n], traffic.bytes()[n]);
+      add_bytes(pipeline_bytes_, traffic.bytes());
+      PipeRank& receiver = result_.pipe_ranks[static_cast<size_t>(to)];
       add_bytes(result_.pipe_ranks[static_cast<size_t>(from)].pipeline_sent, in_step);
-      add_bytes(result_.pipe_ranks[static_cast<size_t>(to)].message_bytes, whole_bytes(bytes, "a message"));
+      add_bytes(receiver.tensor_sent, gathered);
+      const double kept = message.sent + (gathered > 0 ? stages_[s].output_bytes : 0);
+      add_bytes(receiver.message_bytes, whole_bytes(kept, "a message"));
+      if (gathered > 0) gather = std::max(gather, seconds_of_gather(message.gathered, machine_, tensor_));
     }
     messages_.back() =
-        question_.message.value_or(MessageTimes{.transfer = bytes > 0 ? slowest : 0, .latency = machine_.latency});
+        question_.message.value_or(MessageTimes{.transfer = slowest, .latency = machine_.latency + gather});
   }
 }
 
@@ -238,7 +282,7 @@ void Simulator::time_sums() {
                   result_.pipe_ranks[static_cast<size_t>(rank)].tensor_sent);
     }
   }
-  for (size_t n = 0; n < node_bytes_.size(); ++n) add_bytes(node_bytes_[n], traffic.bytes()[n]);
+  add_bytes(tensor_bytes_, traffic.bytes());
 }
 
 std::vector<StageTimes> Simulator::times_with_sums() const {
@@ -255,7 +299,7 @@ void Simulator::cost_collectives() {
   for (const PipeRank& rank : result_.pipe_ranks) {
     questions.push_back(engine::memory_question(config_, plan_of(rank.parameters), rank.parameters));
   }
-  collectives_ = time_collectives(machine_, dp_, tensor_, questions, node_bytes_);
+  collectives_ = time_collectives(machine_, dp_, tensor_, questions, data_bytes_);
   for (size_t r = 0; r < collectives_.size(); ++r) {
     result_.pipe_ranks[r].data_parallel_sent = collectives_[r].bytes.total();
   }
@@ -276,7 +320,7 @@ void Simulator::cost_tied() {
     }
     double slowest = 0;
     for (const Ring& pair : pairs) slowest = std::max(slowest, static_cast<double>(bytes) / traffic.rate(pair));
-    for (size_t n = 0; n < node_bytes_.size(); ++n) node_bytes_[n] += traffic.bytes()[n];
+    add_bytes(pipeline_bytes_, traffic.bytes());
     for (const int rank : {tied.first, tied.second}) {
       tied_seconds_[static_cast<size_t>(rank)] += slowest + 2 * machine_.latency;
       result_.pipe_ranks[static_cast<size_t>(rank)].pipeline_sent += bytes;

@@ -9,7 +9,9 @@
 //   takes twice as long as forward, each half as long; what is checkpointed is computed again with the gradients of the
 //   inputs, and then those of the weights are made with them.
 // - Messages between stages: bytes over the rate of the worst of the pipelines, and latency. They run beside the
-//   computation; one waits for the one before it from the same rank to the same rank.
+//   computation; one waits for the one before it from the same rank to the same rank. Each rank of a tensor axis sends
+//   to the one with its place on the next stage's axis: its part of a sequence that is cut, else 1/T of the activation
+//   (of the gradient), which the receivers gather; or all of it without pipe_partitioned (grad_partitioned).
 // - Tensor parallelism: a rank has its part of the weights and operations of a layer; sums over the ranks that share it
 //   are rings, of 2 n (T - 1) / T bytes each, for which computing waits (with tp_overlap_comm those of backward run
 //   beside the products of the weights).
@@ -90,6 +92,12 @@ struct Simulation {
   double idle = 0;      // the share of the makespan in which ranks do not compute
   std::vector<PipeRank> pipe_ranks;
   int64_t node_sent = 0;  // bytes in a step from the node that sends most to others; 0: all is on one node
+  // The same along each axis alone; the nodes may be different ones.
+  struct AxisBytes {
+    int64_t pipeline = 0;  // with the gradients of tied weights
+    int64_t tensor = 0;
+    int64_t data_parallel = 0;
+  } node_sent_along;
 
   const PipeRank& fullest() const;
 };

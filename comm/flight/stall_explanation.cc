@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "comm/flight/contract.h"
 #include "comm/flight/rank_list.h"
@@ -23,8 +24,26 @@ double seconds_since(const FlightLog& log, int64_t moment) {
   return static_cast<double>(log.header.now_ns - moment) * 1e-9 + log.silent_seconds;
 }
 
+// Says where a rank is on the axes of a mesh, by the groups of DeviceMesh that it is in: "; pipe 1, data 0, tensor 1".
+// Empty where it is in the group of one axis alone, or of none.
+std::string place_text(const FlightLog& log) {
+  std::string text;
+  int axes = 0;
+  for (const auto& [name, axis] :
+       {std::pair{"pipe", "pipe"}, std::pair{"data+expert", "data"}, std::pair{"tensor", "tensor"}}) {
+    for (const FlightGroup& group : log.groups) {
+      if (group.name.text() != name || group.own < 0 || parse_rank_list(group.ranks.text()).size() < 2) continue;
+      text += cat(text.empty() ? "; " : ", ", axis, " ", group.own);
+      ++axes;
+      break;
+    }
+  }
+  return axes > 1 ? text : "";
+}
+
 std::string who(const FlightLog& log) {
-  return cat("rank ", log.header.rank, " (", log.header.host.text(), ", pid ", log.header.process, ")");
+  return cat("rank ", log.header.rank, " (", log.header.host.text(), ", pid ", log.header.process, place_text(log),
+             ")");
 }
 
 const FlightGroup& group_of(const FlightLog& log, const FlightEntry& entry) { return log.groups[entry.group]; }

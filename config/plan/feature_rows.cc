@@ -14,6 +14,32 @@ std::string hosts_of_axis(const PlanFacts& facts, int64_t ranks) {
   return *facts.tensor_inside_host ? "each axis lies inside a host" : "axes lie across hosts";
 }
 
+// Says how many neighbours on an axis are how far apart, from rank 0 on: "0 and 2", "0 to 3", "0 to 12 by 4".
+std::string ranks_of_axis(int64_t size, int64_t stride) {
+  if (size == 2) return cat("0 and ", stride);
+  return cat("0 to ", (size - 1) * stride, stride > 1 ? cat(" by ", stride) : "");
+}
+
+// Says in which order the axes lie, where there are several: the order of comm::MeshLayout.
+void add_mesh_row(Plan& plan) {
+  const Topology& topology = plan.topology;
+  const int64_t tensor = topology.tensor;
+  std::string order;
+  std::string ranks;
+  int axes = 0;
+  const auto add = [&](const char* name, int64_t size, int64_t stride, const char* share) {
+    if (size == 1) return;
+    ++axes;
+    order += cat(order.empty() ? "" : " x ", name, " ", size);
+    ranks += cat(ranks.empty() ? "" : ", ", ranks_of_axis(size, stride), " ", share);
+  };
+  add("pipe", topology.pipe, topology.dp * tensor, "are a pipeline");
+  add("data", topology.dp, tensor, "train the same parameters on other batches");
+  add("tensor", tensor, 1, "have parts of the same layers");
+  if (axes < 2) return;
+  plan.rows.push_back({"mesh", cat(order, ", the last innermost: ranks ", ranks), "the order of the axes is fixed"});
+}
+
 std::string metric_text(const efficiency::SampleMetric& metric, const config::CurriculumSection& section) {
   const nlohmann::ordered_json& written = section.curriculum_metrics[metric.name];
   return cat(metric.name, metric.by_percentile ? " percentile " : " ", metric.schedule.min_difficulty, " to ",
@@ -63,15 +89,17 @@ MessageCuts choose_message_cuts(const config::DsConfig& config, const Plan& plan
 
 void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.tensor;
+  add_mesh_row(plan);
   if (ranks == 1) return;
   plan.rows.push_back({"tensor parallel",
                        cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches; ",
                            hosts_of_axis(facts, ranks)),
                        cat("tensor_parallel.autotp_size: ", ranks)});
   if (!facts.tensor_inside_host.value_or(true)) {
-    plan.warnings.push_back(cat("tensor_parallel.autotp_size: ", ranks, ": the ", ranks,
-                                " ranks of a tensor axis are on several hosts, and the sums of every layer go between ",
-                                "them; choose a size that divides the ranks of a host"));
+    plan.warnings.push_back(
+        cat("tensor_parallel.autotp_size: ", ranks, ": the ", ranks, " ranks of a tensor axis are on several hosts",
+            facts.tensor_leaves_host.empty() ? "" : cat(" (", facts.tensor_leaves_host, ")"),
+            ", and the sums of every layer go between them; choose a size that divides the ranks ", "of a host"));
   }
   for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
   if (plan.tensor.split_parameters && plan.parameters) {

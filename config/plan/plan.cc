@@ -32,7 +32,7 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
                        "data_parallel_size: expected ", topology.dp, ", the ranks that run, found ",
                        config.data_parallel_size.value_or(0), "; remove the key or start ",
-                       config.data_parallel_size.value_or(0), " ranks");
+                       config.data_parallel_size.value_or(0) * topology.pipe * topology.tensor, " ranks");
   require<ConfigError>(
       config.gradient_clip_by_value == 0 || config.gradient_clipping == 0 || !config.given("gradient_clipping"),
       "gradient_clip_by_value: ", config.gradient_clip_by_value,

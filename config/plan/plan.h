@@ -47,10 +47,13 @@ struct PlanFacts {
   bool seeds_generators = true;            // InitializeOptions::seed_generators
   std::optional<bool> tensor_inside_host;  // every tensor axis lies inside a host; empty: not known
   std::optional<bool> pipe_inside_host;    // every pipeline lies inside a host; empty: not known
-  std::vector<SplitRow> splits;            // over the tensor axis; empty: not known yet, or there is none
-  int64_t tensors = 0;                     // the number of parameters of the model, frozen ones included
-  std::string first_float64;               // the first parameter where all are float64; empty: none is
-  std::vector<GivenDtype> halves;          // one for each dtype of 16 bits
+  // Neighbours on a tensor axis that are on different hosts, "ranks 1 (host a) and 2 (host b)"; empty: not known, or
+  // there are none.
+  std::string tensor_leaves_host;
+  std::vector<SplitRow> splits;    // over the tensor axis; empty: not known yet, or there is none
+  int64_t tensors = 0;             // the number of parameters of the model, frozen ones included
+  std::string first_float64;       // the first parameter where all are float64; empty: none is
+  std::vector<GivenDtype> halves;  // one for each dtype of 16 bits
 };
 
 // The time that a gradient's hook waits for a reduction, where the other ranks may wait for a gather or a sum of this

@@ -1,8 +1,52 @@
 #include "run_pipeline.h"
 
+#include <dsengine/config.h>
+
+#include <charconv>
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "check.h"
 #include "training_log.h"
 
 namespace gpt {
+namespace {
+
+// The number of ranks that the launcher tells: the ds_config is read before they have met.
+int64_t told_ranks() {
+  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+    const char* const value = std::getenv(name);
+    if (value == nullptr) continue;
+    const std::string_view text(value);
+    int64_t ranks = 1;
+    std::from_chars(text.data(), text.data() + text.size(), ranks);
+    return ranks;
+  }
+  return 1;
+}
+
+int64_t read_stages(const GptOptions& options) {
+  try {
+    const ds::engine::config::DsConfig config = ds::engine::config::parse(
+        options.deepspeed_config, {.world_size = told_ranks(), .auto_values = options.auto_values});
+    return config.pipeline.stages.value_or(1);
+  } catch (const ds::ConfigError&) {
+    return 1;  // initialize() says what is wrong
+  }
+}
+
+}  // namespace
+
+std::optional<int> stages_of_config(const GptOptions& options) {
+  const int64_t stages = read_stages(options);
+  if (stages == 1) return std::nullopt;
+  require<ds::ConfigError>(!options.save && !options.export_hf && !options.load_hf,
+                           "--save, --export_hf and --load_hf ",
+                           "want all weights on one rank, but pipeline.stages of ", options.deepspeed_config, " is ",
+                           stages, "; save a checkpoint (--save_checkpoint), or set the stages to 1");
+  return static_cast<int>(stages);
+}
 
 bool train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
                     RunCheckpoints& checkpoints, MetricsFile* metrics) {

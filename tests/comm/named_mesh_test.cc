@@ -145,6 +145,14 @@ TEST(MeshHosts, TheInnermostAxisStaysInsideAHost) {
   EXPECT_EQ(innermost_problem({.sizes = {1, 1}}, names, {0}), "");
 }
 
+TEST(MeshHosts, NamesTheRanksBetweenWhichAnAxisLeavesAHost) {
+  const std::vector<std::string> names = {"a", "a", "a", "b", "b", "b"};
+  const std::vector<int> hosts = {0, 0, 0, 1, 1, 1};
+  EXPECT_EQ(crossing_text({.sizes = {3, 2}}, 1, hosts, names), "ranks 2 (host a) and 3 (host b)");
+  EXPECT_EQ(crossing_text({.sizes = {2, 3}}, 1, hosts, names), "");
+  EXPECT_EQ(crossing_text({.sizes = {2, 3}}, 0, hosts, names), "ranks 0 (host a) and 3 (host b)");
+}
+
 TEST(MeshHosts, GroupsPartitionTheRanks) {
   const GridShape shape{.sizes = {2, 3, 4}};
   EXPECT_EQ(shape.ranks(), 24);

@@ -60,6 +60,12 @@ class Ladder:
         loss = losses(text)
         check(loss[100] < loss[50], "the loss falls", loss)
 
+    def gpt_on_three_axes(self):
+        text = self.run("3d_gpt", "3d_gpt", "--deepspeed_config", "ds_config.json", "--steps", "40", ranks=8)
+        loss = losses(text)
+        check(loss[20] < 3.5 and loss[40] < loss[20], "the loss falls, from log 128 = 4.9", loss)
+        check("\nThis is the " in text, "a sample of text is printed", text)
+
     def imagenet(self):
         self.learn_stripes("imagenet")
 
@@ -108,4 +114,4 @@ def check(holds, what, found):
 
 if __name__ == "__main__":
     example, *folders = sys.argv[1:]
-    getattr(Ladder(*folders), example)()
+    getattr(Ladder(*folders), {"3d_gpt": "gpt_on_three_axes"}.get(example, example))()

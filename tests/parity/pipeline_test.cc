@@ -74,13 +74,13 @@ TEST(GptPipeline, CheckpointsGoOnAsOneModuleAndBack) {
 // With its defaults the example ends with a sample of text, for which it reads scores that may be split.
 TEST(GptAxes, EndsWithASampleOnEachAxis) {
   const ScratchFolder folder;
-  const auto expect_sample = [&](const nlohmann::json& changes, const std::string& arguments) {
+  const auto expect_sample = [&](const nlohmann::json& changes, const std::string& arguments, int ranks = 2) {
     nlohmann::json config = reference_config(0, 1, 1);
     config.update(changes);
     const std::string path = folder.path() / "config.json";
     std::ofstream(path) << config;
-    const auto [exit_code, output] = launch("--num_procs 2 " DS_GPT " --deepspeed_config " + path +
-                                            " --steps 2 --layers 2 --hidden 32 " + arguments);
+    const auto [exit_code, output] = launch("--num_procs " + std::to_string(ranks) + " " DS_GPT " --deepspeed_config " +
+                                            path + " --steps 2 --layers 2 --hidden 32 " + arguments);
     EXPECT_EQ(exit_code, 0) << changes << arguments << "\n" << output;
     EXPECT_THAT(output, HasSubstr("--- a sample of what it learned ---")) << changes << arguments;
   };
@@ -89,6 +89,20 @@ TEST(GptAxes, EndsWithASampleOnEachAxis) {
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}}}}, "");
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}, {"sequence_parallel", true}}}}, "--tie_embeddings");
   expect_sample(nlohmann::json::object(), "--pipeline_stages 2");
+  // The file alone says that the model is a pipeline.
+  nlohmann::json both = {{"pipeline", {{"stages", 2}}}, {"gradient_accumulation_steps", 2}};
+  expect_sample(both, "");
+  both["tensor_parallel"] = {{"autotp_size", 2}};
+  expect_sample(both, "", 4);
+  expect_sample(both, "--tie_embeddings", 4);
+}
+
+TEST(GptAxes, WhatWantsAllWeightsIsRefusedOnAPipelineOfTheFileToo) {
+  nlohmann::json config = config_of(1, 2);
+  config["pipeline"] = {{"stages", 2}};
+  const GptResult run = try_gpt({.config = config, .ranks = 2, .arguments = {"--save", "weights.safetensors"}});
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_THAT(run.output, HasSubstr("want all weights on one rank, but pipeline.stages"));
 }
 
 TEST(GptPipeline, AStageThatIsKilledIsNamedAndTheOthersEnd) {

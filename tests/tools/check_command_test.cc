@@ -145,6 +145,47 @@ TEST(CheckCommand, OneRankIsNoRanks) {
   EXPECT_THAT(run({.config = tensor.path(), .world_size = 1}).err, HasSubstr("a divisor of the 1 rank, found 4"));
 }
 
+constexpr const char* kThreeAxes = R"({
+  "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"},
+  "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}
+})";
+
+TEST(CheckCommand, PipelinesWithATensorAxis) {
+  const ScratchFile file(kThreeAxes);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .parameters = 4'000'000, .ranks_per_node = 4});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("8 (pipeline 2 x data parallel 2 x tensor 2)"),
+                                 HasSubstr("pipe 2 x data 2 x tensor 2, the last innermost: ranks 0 and 4 are"),
+                                 HasSubstr("16 = 2 per rank x 4 accumulation x 2 data-parallel ranks"),
+                                 HasSubstr("each axis lies inside a host"), HasSubstr("1/4 of the model"),
+                                 Not(HasSubstr("Warnings"))));
+}
+
+TEST(CheckCommand, NamesTheRanksBetweenWhichATensorAxisLeavesAHost) {
+  const ScratchFile file(kThreeAxes);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .ranks_per_node = 3, .json = true});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const nlohmann::json warnings = nlohmann::json::parse(outcome.out)["warnings"];
+  ASSERT_EQ(warnings.size(), 1U);
+  EXPECT_THAT(warnings[0].get<std::string>(),
+              AllOf(HasSubstr("autotp_size: 2"), HasSubstr("ranks 2 (node 0) and 3 (node 1)")));
+}
+
+TEST(CheckCommand, AxesHaveToMultiplyToTheRanks) {
+  const auto refusal = [](const std::string& text, int64_t ranks) {
+    const ScratchFile file(text);
+    const Outcome outcome = run({.config = file.path(), .world_size = ranks});
+    EXPECT_EQ(outcome.code, 2) << ranks;
+    return outcome.err;
+  };
+  EXPECT_THAT(refusal(kThreeAxes, 6),
+              HasSubstr("a divisor of the 3 ranks of a stage, found 2; start a multiple of 2 x 2"));
+  EXPECT_THAT(refusal(kThreeAxes, 5), HasSubstr("a divisor of the 5 ranks, found 2; start a multiple of 2 x 2 ranks"));
+  std::string with_size = kThreeAxes;
+  with_size.insert(1, "\"data_parallel_size\": 4, ");
+  EXPECT_THAT(refusal(with_size, 8), HasSubstr("expected 2, the ranks that run, found 4; remove the key or start 16"));
+}
+
 // What only the plan finds out begins with the file too.
 TEST(CheckCommand, NamesTheFileOfWhatThePlanRefuses) {
   const ScratchFile file(R"({"train_batch_size": 8, "optimizer": {"type": "ZeroOneAdam"},

@@ -58,6 +58,7 @@ class Explain : public ::testing::Test {
   void write(const std::string& folder, const FlightLog& log) const {
     scratch_.write(std::filesystem::path(comm::flight_file(folder, log.header.rank)), comm::to_bytes(log));
   }
+  std::string folder(const std::string& given) const { return scratch_ / given; }
   // Whose folder, relative to that of all jobs, is explained.
   std::string explained(const std::string& given) const {
     const auto run = run_child({DS_TOOL, "explain", "--json", scratch_ / given}, std::chrono::seconds(100));
@@ -113,6 +114,37 @@ TEST_F(Explain, AHopelessStallIsTheLast) {
   EXPECT_EQ(explained("job"), "job/stall1");
   write("job", waiting_rank(0, 3, 2));  // another start
   EXPECT_EQ(explained("job"), "job");
+}
+
+// A rank of 2 x 2 x 2, which waits in the first collective of its tensor axis; or, late for it, has ended one of its
+// data axis.
+FlightLog rank_of_three_axes(int rank, bool late) {
+  FlightLog log = waiting_rank(rank, 1);
+  log.header.world_size = 8;
+  log.groups.clear();
+  const auto add = [&](const char* name, int own, int first, int stride, bool entered) {
+    comm::FlightGroup group{};
+    group.name.assign(name);
+    group.ranks.assign(std::to_string(first) + "," + std::to_string(first + stride));
+    group.own = own;
+    group.position = entered ? 1 : 0;
+    log.groups.push_back(group);
+  };
+  add("tensor", rank % 2, rank - rank % 2, 1, !late);
+  add("data+expert", rank / 2 % 2, rank - rank / 2 % 2 * 2, 2, late);
+  add("pipe", rank / 4, rank % 4, 4, false);
+  if (!late) return log;
+  log.entries[0].group = 1;
+  log.entries[0].state = FlightState::kFinished;
+  log.entries[0].ended_ns = log.header.now_ns;
+  return log;
+}
+
+TEST_F(Explain, SaysWhereTheGuiltyRankIsOnTheAxesOfTheMesh) {
+  for (int rank = 0; rank < 8; ++rank) write("job", rank_of_three_axes(rank, rank == 5));
+  const auto run = run_child({DS_TOOL, "explain", folder("job")}, std::chrono::seconds(100));
+  ASSERT_TRUE(run.fine) << run.ending << "\n" << run.err;
+  EXPECT_THAT(run.out, ::testing::HasSubstr("rank 5 (elsewhere, pid 1; pipe 1, data 0, tensor 1) has not entered it"));
 }
 
 }  // namespace

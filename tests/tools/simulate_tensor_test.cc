@@ -132,5 +132,79 @@ TEST(SimulateTensor, SaysWhetherTheAxisLiesInsideANode) {
   EXPECT_FALSE(inside(3)) << "the second axis";
 }
 
+// Two stages of a layer each, two data-parallel ranks, two ranks that share a layer; messages of 8 bytes.
+SimulateOptions three_axes(int64_t ranks_per_node) {
+  SimulateOptions options = shared_layers(8);
+  options.message_bytes = 8;
+  options.ranks_per_node = ranks_per_node;
+  options.link_gbps = 8e-9;
+  return options;
+}
+
+Case two_of_each(const json& section = json::object(), const json& messages = json::object()) {
+  json config = {{"pipeline", {{"stages", 2}, {"schedule", "gpipe"}}},
+                 {"tensor_parallel", {{"autotp_size", 2}}},
+                 {"gradient_accumulation_steps", 2}};
+  config["tensor_parallel"].update(section);
+  config["pipeline"].update(messages);
+  return Case(config);
+}
+
+TEST(SimulateThreeAxes, BytesOfEachKindAndTheirLinks) {
+  const json report = two_of_each().report(three_axes(4));
+  EXPECT_EQ(report["pipeline"], 2);
+  EXPECT_EQ(report["data_parallel"], 2);
+  EXPECT_EQ(report["tensor"], 2);
+  // A rank's half of the layer's 2 operations takes 1 s forward, 2 s backward; (p - 1) times both are idle.
+  EXPECT_NEAR(report["step_seconds"]["compute"].get<double>(), 2 * 3, kPrecision);
+  EXPECT_NEAR(report["step_seconds"]["bubble"].get<double>(), 3, kPrecision);
+  for (const json& rank : report["per_rank"]) {
+    // Each sends half of two messages, and to its neighbour on the tensor axis half of the two that it gets; four sums
+    // of 8 bytes in each micro-batch.
+    EXPECT_EQ(rank["sent_per_step"]["pipeline"], 2 * 4);
+    EXPECT_EQ(rank["sent_per_step"]["tensor"], 2 * 4 * 8 + 2 * 4);
+    EXPECT_EQ(rank["bytes"]["messages"], 4 + 8);
+  }
+  EXPECT_EQ(report["per_rank"][1]["ranks"], (std::vector<int>{4, 7}));
+  // A node has a stage: nothing but messages leaves it, from four ranks.
+  EXPECT_EQ(report["sent_by_a_node_along"], (json{{"pipeline", 4 * 2 * 4}, {"data_parallel", 0}, {"tensor", 0}}));
+  EXPECT_EQ(report["sent_by_a_node_per_step"], 4 * 2 * 4);
+}
+
+TEST(SimulateThreeAxes, MessagesOfSequencesThatAreCutAndWholeOnes) {
+  const json cut = two_of_each({{"sequence_parallel", true}}).report(three_axes(4))["fullest"];
+  EXPECT_EQ(cut["sent_per_step"]["pipeline"], 2 * 4);
+  EXPECT_EQ(cut["sent_per_step"]["tensor"], 2 * 4 * 8);
+  EXPECT_EQ(cut["bytes"]["messages"], 4);
+  const Case job = two_of_each(json::object(), {{"pipe_partitioned", false}, {"grad_partitioned", false}});
+  const json whole = job.report(three_axes(4))["fullest"];
+  EXPECT_EQ(whole["sent_per_step"]["pipeline"], 2 * 8);
+  EXPECT_EQ(whole["sent_per_step"]["tensor"], 2 * 4 * 8);
+  EXPECT_EQ(whole["bytes"]["messages"], 8);
+}
+
+TEST(SimulateThreeAxes, PrintsTheMeshAndWhereEachKindOfBytesGoes) {
+  SimulateOptions options = three_axes(4);
+  options.per_rank = true;
+  const std::string text = two_of_each().run(options).out;
+  EXPECT_THAT(
+      text, ::testing::AllOf(
+                HasSubstr("8 = pipeline 2 x data parallel 2 x tensor 2 (each inside a node), on 2 nodes"),
+                HasSubstr("pipe 2 x data 2 x tensor 2, the last innermost: ranks 0 and 4 are a pipeline, 0 and 2 train "
+                          "the same parameters on other batches, 0 and 1 have parts of the same layers"),
+                HasSubstr("32 B leave a node"), HasSubstr("inside nodes"), HasSubstr("ranks  stage  state"),
+                HasSubstr("\n  4-7    1      ")));
+}
+
+TEST(SimulateThreeAxes, WarnsOfATensorAxisThatLeavesANode) {
+  const auto warnings = [](int64_t ranks_per_node) {
+    return two_of_each().report(three_axes(ranks_per_node))["warnings"];
+  };
+  EXPECT_EQ(warnings(2), json::array());
+  EXPECT_THAT(warnings(3).at(0).get<std::string>(), HasSubstr("(ranks 2 (node 0) and 3 (node 1))"));
+  const Outcome outcome = two_of_each().run(three_axes(1));
+  EXPECT_THAT(outcome.out, ::testing::AllOf(HasSubstr("(across nodes)"), HasSubstr("ranks 0 (node 0) and 1 (node 1)")));
+}
+
 }  // namespace
 }  // namespace ds::tool

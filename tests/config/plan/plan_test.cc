@@ -74,6 +74,26 @@ TEST(Plan, SaysWhetherATensorAxisLiesInsideAHost) {
                                                       HasSubstr("a size that divides the ranks of a host"))));
 }
 
+// Where the program's ranks are known, with their names.
+TEST(Plan, NamesTheRanksBetweenWhichATensorAxisLeavesAHost) {
+  const ordered_json config = {{"train_micro_batch_size_per_gpu", 2}, {"tensor_parallel", {{"autotp_size", 2}}}};
+  const Plan plan = make_plan(config::parse(config, {.world_size = 4}), {.world_size = 4, .dp = 2, .tensor = 2},
+                              {.tensor_inside_host = false, .tensor_leaves_host = "ranks 2 (host a) and 3 (host b)"});
+  EXPECT_THAT(plan.warnings, ElementsAre(HasSubstr("are on several hosts (ranks 2 (host a) and 3 (host b)), and")));
+}
+
+TEST(Plan, SaysInWhichOrderTheAxesLie) {
+  const auto table = [](const ordered_json& changes, const Topology& topology) {
+    ordered_json config = {{"train_micro_batch_size_per_gpu", 2}};
+    config.update(changes);
+    return to_table(make_plan(config::parse(config, {.world_size = topology.world_size}), topology));
+  };
+  EXPECT_THAT(table({{"tensor_parallel", {{"autotp_size", 2}}}}, {.world_size = 8, .dp = 4, .tensor = 2}),
+              HasSubstr("data 4 x tensor 2, the last innermost: ranks 0 to 6 by 2 train the same parameters on other "
+                        "batches, 0 and 1 have parts of the same layers"));
+  EXPECT_THAT(table({}, {.world_size = 8, .dp = 8}), Not(HasSubstr("innermost")));
+}
+
 TEST(Plan, KeysOfAnOffloadThatIsNone) {
   const auto with = [](const ordered_json& keys, int stage) {
     return ordered_json{{"zero_optimization", {{"stage", stage}, {"offload_optimizer", keys}}}};
