@@ -97,7 +97,8 @@ void Scaling::tell_of_unused(int rank) {
   }
   if (rank != 0 || names.empty()) return;
   log::warning("fp8: expected all of its layers to be computed as Linear layers, found none of it in ",
-               is_first ? "the first step" : "a step, as before it,", " for ", names, ", on rank 0: what the program ",
+               is_first ? "the first step" : "a step, as before it,", " for ", names,
+               ", on the first rank that has them: what the program ",
                "computes with their weights is not on FP8; leave them out (fp8.exclude) if that is meant (said once)");
 }
 

@@ -2,8 +2,8 @@
 //
 // Delayed scaling, as Transformer Engine's: a tensor's scale comes from the largest magnitudes ("amax") of steps
 // before, so that quantising is one pass. Here an entry of the history is an optimizer step, over its micro-batches and
-// all data ranks, so that all micro-batches of a step, and what is computed again for backward, have one scale. A
-// tensor without a history is scaled by itself, where Transformer Engine begins with 1.
+// all ranks that have the layer or a part of it, so that all micro-batches of a step, and what is computed again for
+// backward, have one scale. A tensor without a history is scaled by itself, where Transformer Engine begins with 1.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,8 +57,8 @@ class Scaling {
   // its own, too: a program may have changed it. `records`: its amax counts for later steps.
   Quantized quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales, bool records);
 
-  // A layer is computed. The end of a step tells, in rank 0's log, of layers that never were on that rank, or that are
-  // no longer; of each once.
+  // A layer is computed. The end of a step tells, in the log of rank 0 of its ranks, of layers that never were on that
+  // rank, or that are no longer; of each once.
   void note_use(int64_t layer);
 
   // After an optimizer step: scales of the next one. Collective over `ranks`, all of which get the same. `skip`
