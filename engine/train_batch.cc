@@ -55,7 +55,8 @@ at::Tensor mean_of_all(const ModelState& state, const std::vector<at::Tensor>& l
   if (!losses.empty()) {
     std::vector<at::Tensor> scalars;
     for (const at::Tensor& loss : losses) scalars.push_back(loss.to(dtype).reshape({}));
-    mean.copy_(at::stack(scalars).mean() / ranks.part->size());
+    // Ranks of a tensor axis have the same losses.
+    mean.copy_(at::stack(scalars).mean() / (static_cast<double>(ranks.part->size()) * ranks.tensor_ranks()));
   }
   if (others > 0) sums.narrow(0, 1, others).copy_(beside);
   if (ranks.world->size() > 1) ranks.world->all_reduce(sums, comm::ReduceOp::kSum, "loss").wait();
@@ -126,6 +127,16 @@ pipeline::MicroBatch given_by(const pipeline::BatchSource& next, MicroBatchDiges
   return batch;
 }
 
+// Shows a micro-batch to the ranks of a tensor axis, which compare what they were given at the end of the step: layers
+// that are not split read it before any operator on parts does.
+void note_data(TensorParts* parts, const pipeline::MicroBatch& batch) {
+  if (parts == nullptr) return;
+  parts->next_batch();
+  for (const auto* const tensors : {&batch.inputs, &batch.labels}) {
+    for (const at::Tensor& tensor : *tensors) parts->note_data(tensor);
+  }
+}
+
 // Returns what stages compare, the settings of the step and the micro-batches, on the device; undefined where there is
 // one rank.
 at::Tensor facts_of_stages(Engine::Impl& engine, const std::shared_ptr<MicroBatchDigests>& taken) {
@@ -182,11 +193,16 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   const pipeline::Schedule& schedule = training_schedule(parts, self.state.plan, micro_batches);
   self.progress.step_applied = false;
   if (!self.state.module->is_training()) train();
+  if (self.state.tensor) {
+    self.state.tensor->require_leaves("train_batch()");
+    self.state.tensor->next_batch();  // of stages that are given none
+  }
   int64_t given = 0;
   const std::shared_ptr<MicroBatchDigests> taken = digests_of(self, micro_batches);
   pipeline::StageCallbacks callbacks = backward_callbacks(self);
   callbacks.next = [&] {
     pipeline::MicroBatch batch = on_device(given_by(next, taken.get()));
+    note_data(self.state.tensor.get(), batch);
     self.batches.begin(given++, self.loader.get());
     return batch;
   };

@@ -108,10 +108,10 @@ Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>&
 // A tied parameter is meant by any of its names: what a rule says of one holds for those that no rule matches.
 void share_rules(const torch::OrderedDict<std::string, at::Tensor>& parameters, SplitPlan& plan) {
   std::unordered_map<const c10::TensorImpl*, size_t> ruled;
-  for (size_t i = 0; i < plan.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
     if (plan[i].by_rule) ruled.try_emplace(parameters[i].value().unsafeGetTensorImpl(), i);
   }
-  for (size_t i = 0; i < plan.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
     const auto found = ruled.find(parameters[i].value().unsafeGetTensorImpl());
     if (plan[i].by_rule || found == ruled.end()) continue;
     const std::string name = plan[i].name;
@@ -123,17 +123,19 @@ void share_rules(const torch::OrderedDict<std::string, at::Tensor>& parameters, 
 
 }  // namespace
 
-SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks) {
+SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks,
+                      const std::vector<NamedShape>& elsewhere) {
   const auto parameters = module.named_parameters();
   std::vector<NamedShape> shapes;
   for (const auto& entry : parameters) {
     require(!ds::is_split(entry.value()), "parameter ", entry.key(), " is split already");
     shapes.push_back({.name = entry.key(), .sizes = entry.value().sizes().vec()});
   }
+  shapes.insert(shapes.end(), elsewhere.begin(), elsewhere.end());
   SplitPlan plan = plan_splits(shapes, rules, ranks);
   share_rules(parameters, plan);
   std::unordered_map<const c10::TensorImpl*, const ParameterSplit*> seen;
-  for (size_t i = 0; i < plan.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
     const ParameterSplit& first = *entry->second;
     require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&

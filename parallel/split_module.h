@@ -14,15 +14,17 @@
 
 namespace ds::parallel {
 
-// The names and sizes of all parameters of a module, in its order. Names of one tensor agree. Throws UsageError as
-// parallelize_module.
-SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks);
+// The plan for all parameters of a module, in its order; names of one tensor agree. `elsewhere`: parameters of layers
+// that other stages of a pipeline have, for which rules may be meant; their plan follows that of the module's. Throws
+// UsageError as parallelize_module.
+SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks,
+                      const std::vector<NamedShape>& elsewhere = {});
 
 // This rank's part of a parameter, in memory of its own, which becomes the leaf.
 using PartOf = std::function<at::Tensor(const std::string& name, const at::Tensor& parameter, const Placement&)>;
 
-// Splits the module as the plan says. `part_of` is called for each split tensor once, in the order of the module, just
-// before the tensor loses its memory. Runs no collective but what `part_of` does.
+// Splits the module as the plan of its parameters says. `part_of` is called for each split tensor once, in the order of
+// the module, just before the tensor loses its memory. Runs no collective but what `part_of` does.
 SplitModule split_module(torch::nn::Module& module, std::shared_ptr<Axis> axis, SplitPlan plan, const PartOf& part_of);
 
 }  // namespace ds::parallel

@@ -21,11 +21,50 @@
 namespace ds::pipeline {
 namespace {
 
-// Shapes travel as int64 [kShapeNumbers]: count, then dtype, requires_grad, dimensions and sizes of each tensor.
+// Shapes travel as int64 [kShapeNumbers]: count, then of each tensor the numbers of NumberPlace, the sizes and the
+// blocks of its cut.
 constexpr int64_t kMostTensors = 16;
 constexpr int64_t kMostDimensions = 8;
-constexpr int64_t kNumbersOfTensor = 3 + kMostDimensions;
+constexpr int64_t kMostBlocks = 8;
+struct NumberPlace {
+  enum : int64_t { kDtype, kGradient, kDimensions, kSplit, kDim, kExtent, kRepeats, kGrain, kOrder, kBlocks, kPlaces };
+};
+enum SplitKind : int64_t { kPlain, kCut, kSummed };
+constexpr int64_t kNumbersOfTensor = NumberPlace::kPlaces + kMostDimensions + kMostBlocks;
 constexpr int64_t kShapeNumbers = 1 + kMostTensors * kNumbersOfTensor;
+
+// Writes how a tensor is split.
+void put_split(const std::optional<TensorSplit>& split, const std::string& label, int64_t* out) {
+  if (!split) return;
+  out[NumberPlace::kSplit] = split->cut ? kCut : kSummed;
+  if (!split->cut) return;
+  const Cut& cut = *split->cut;
+  require(static_cast<int64_t>(cut.blocks.size()) <= kMostBlocks, label, ": a tensor is cut along dimension ", cut.dim,
+          " in ", cut.blocks.size(), " blocks: expected at most ", kMostBlocks, " between two stages; return ",
+          "ds::parallel::whole(output)");
+  out[NumberPlace::kDim] = cut.dim;
+  out[NumberPlace::kExtent] = split->sizes[static_cast<size_t>(cut.dim)];
+  out[NumberPlace::kRepeats] = cut.repeats;
+  out[NumberPlace::kGrain] = cut.grain;
+  out[NumberPlace::kOrder] = static_cast<int64_t>(cut.order);
+  out[NumberPlace::kBlocks] = static_cast<int64_t>(cut.blocks.size());
+  std::copy(cut.blocks.begin(), cut.blocks.end(), out + NumberPlace::kPlaces + kMostDimensions);
+}
+
+// The inverse of put_split(). `sizes`: of the part.
+std::optional<TensorSplit> split_in(const int64_t* in, const std::vector<int64_t>& sizes) {
+  if (in[NumberPlace::kSplit] == kPlain) return std::nullopt;
+  TensorSplit split{.sizes = sizes, .cut = std::nullopt};
+  if (in[NumberPlace::kSplit] == kSummed) return split;
+  const int64_t* const blocks = in + NumberPlace::kPlaces + kMostDimensions;
+  split.cut = Cut{.dim = in[NumberPlace::kDim],
+                  .blocks = {blocks, blocks + in[NumberPlace::kBlocks]},
+                  .repeats = in[NumberPlace::kRepeats],
+                  .grain = in[NumberPlace::kGrain],
+                  .order = static_cast<PartOrder>(in[NumberPlace::kOrder])};
+  split.sizes[static_cast<size_t>(split.cut->dim)] = in[NumberPlace::kExtent];
+  return split;
+}
 
 bool has_shape(const at::Tensor& tensor, const MessageShape& shape) {
   return tensor.scalar_type() == shape.dtype && tensor.sizes() == shape.sizes;
@@ -65,10 +104,13 @@ std::shared_ptr<comm::Communicator> for_messages(comm::Communicator& ranks) {
 
 }  // namespace
 
-MessageShapes shapes_of(const Tensors& tensors) {
+MessageShapes shapes_of(const Tensors& tensors, const TensorSplits& splits) {
   MessageShapes shapes;
-  for (const at::Tensor& tensor : tensors) {
-    shapes.push_back({tensor.scalar_type(), tensor.requires_grad(), tensor.sizes().vec()});
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    shapes.push_back({.dtype = tensors[i].scalar_type(),
+                      .requires_grad = tensors[i].requires_grad(),
+                      .sizes = tensors[i].sizes().vec(),
+                      .split = splits.empty() ? std::nullopt : splits.at(i)});
   }
   return shapes;
 }
@@ -97,6 +139,9 @@ std::string text_of(const MessageShapes& shapes) {
   for (const MessageShape& shape : shapes) {
     text += cat(text.empty() ? "" : ", ", c10::toString(shape.dtype), ' ', at::IntArrayRef(shape.sizes),
                 shape.requires_grad ? " with gradient" : "");
+    if (!shape.split) continue;
+    text += cat(", a part of ", at::IntArrayRef(shape.split->sizes));
+    if (shape.split->cut) text += cat(" along dimension ", shape.split->cut->dim);
   }
   return text;
 }
@@ -110,10 +155,11 @@ at::Tensor to_numbers(const MessageShapes& shapes, at::Device device, const std:
   for (const MessageShape& shape : shapes) {
     require(static_cast<int64_t>(shape.sizes.size()) <= kMostDimensions, label, ": expected at most ", kMostDimensions,
             " dimensions, found ", shape.sizes.size());
-    out[0] = static_cast<int64_t>(shape.dtype);
-    out[1] = shape.requires_grad ? 1 : 0;
-    out[2] = static_cast<int64_t>(shape.sizes.size());
-    std::copy(shape.sizes.begin(), shape.sizes.end(), out + 3);
+    out[NumberPlace::kDtype] = static_cast<int64_t>(shape.dtype);
+    out[NumberPlace::kGradient] = shape.requires_grad ? 1 : 0;
+    out[NumberPlace::kDimensions] = static_cast<int64_t>(shape.sizes.size());
+    std::copy(shape.sizes.begin(), shape.sizes.end(), out + NumberPlace::kPlaces);
+    put_split(shape.split, label, out);
     out += kNumbersOfTensor;
   }
   return numbers.to(device);
@@ -128,7 +174,11 @@ MessageShapes from_numbers(const at::Tensor& tensor) {
   const auto* in = numbers.const_data_ptr<int64_t>();
   MessageShapes shapes(static_cast<size_t>(*in++));
   for (MessageShape& shape : shapes) {
-    shape = {static_cast<at::ScalarType>(in[0]), in[1] != 0, {in + 3, in + 3 + in[2]}};
+    const int64_t* const sizes = in + NumberPlace::kPlaces;
+    shape = {.dtype = static_cast<at::ScalarType>(in[NumberPlace::kDtype]),
+             .requires_grad = in[NumberPlace::kGradient] != 0,
+             .sizes = {sizes, sizes + in[NumberPlace::kDimensions]}};
+    shape.split = split_in(in, shape.sizes);
     in += kNumbersOfTensor;
   }
   return shapes;
@@ -208,9 +258,10 @@ Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
   return result;
 }
 
-void StageMessages::send_activation(const Route& route, const Tensors& tensors, const Printable& layers) {
+void StageMessages::send_activation(const Route& route, const Tensors& tensors, const TensorSplits& splits,
+                                    const Printable& layers) {
   const std::string what = label(Content::kActivation, route);
-  const MessageShapes shapes = shapes_of(tensors);
+  const MessageShapes shapes = shapes_of(tensors, splits);
   const auto [known, first] = shapes_.try_emplace({route.stage, at::GradMode::is_enabled(), true}, shapes);
   if (first || options_.dynamic_shape) {
     send(to_numbers(shapes, options_.device, what), route.peer, cat("shapes of ", what));
@@ -232,7 +283,7 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
 
 void StageMessages::begin_activation(const Route& route) { begin(Content::kActivation, route); }
 
-Tensors StageMessages::activation(const Route& route) { return take(Content::kActivation, route); }
+Activation StageMessages::activation(const Route& route) { return take(Content::kActivation, route); }
 
 void StageMessages::send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients) {
   const std::string what = label(Content::kGradient, route);
@@ -244,7 +295,7 @@ void StageMessages::send_gradient(const Route& route, const Tensors& of_inputs, 
 
 void StageMessages::begin_gradient(const Route& route) { begin(Content::kGradient, route); }
 
-Tensors StageMessages::gradient(const Route& route) { return take(Content::kGradient, route); }
+Tensors StageMessages::gradient(const Route& route) { return take(Content::kGradient, route).tensors; }
 
 // Whatever is begun behind a message that has not started waits with it: order is what the sender goes by.
 void StageMessages::begin(Content content, const Route& route) {
@@ -297,19 +348,21 @@ void StageMessages::start_until(const MessageKey& key) {
   }
 }
 
-Tensors StageMessages::take(Content content, const Route& route) {
+Activation StageMessages::take(Content content, const Route& route) {
   const MessageKey key = {content, {route.stage, route.micro_batch}};
   ensure(incoming_.contains(key), "a message is begun before it is used");
   start_until(key);
   Incoming message = std::move(incoming_.at(key));
   incoming_.erase(key);
   for (const comm::Work& work : message.works) work.wait();
-  Tensors tensors;
+  Activation taken;
   for (size_t i = 0; i < message.tensors.size(); ++i) {
-    tensors.push_back(message.tensors[i].detach());
-    if (content == Content::kActivation && message.shapes[i].requires_grad) tensors.back().set_requires_grad(true);
+    taken.tensors.push_back(message.tensors[i].detach());
+    taken.splits.push_back(message.shapes[i].split);
+    if (content == Content::kActivation && message.shapes[i].requires_grad)
+      taken.tensors.back().set_requires_grad(true);
   }
-  return tensors;
+  return taken;
 }
 
 void StageMessages::reset_shapes() {

@@ -1,7 +1,8 @@
 // The messages between the stages of a pipeline: activations forward, their gradients back, as tuples of tensors.
 //
 // Nothing waits here but the use of what has not arrived. Shapes and dtypes are agreed once, with the first
-// micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Between two
+// micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Of a tensor that
+// is split over a tensor axis a rank sends its part, and how the tensor is cut (split_activations.h). Between two
 // ranks, messages of one direction travel in the order of the schedule; they do not wait for those of the other one
 // (comm.h).
 #pragma once
@@ -21,6 +22,7 @@
 #include "core/text.h"
 #include "dsengine/comm.h"
 #include "dsengine/layer_spec.h"
+#include "pipeline/split_activations.h"
 
 namespace ds::pipeline {
 
@@ -28,12 +30,14 @@ namespace ds::pipeline {
 struct MessageShape {
   at::ScalarType dtype = at::kFloat;
   bool requires_grad = false;
-  std::vector<int64_t> sizes;
+  std::vector<int64_t> sizes;                       // of what travels
+  std::optional<TensorSplit> split = std::nullopt;  // what travels is a rank's part of a split tensor
   bool operator==(const MessageShape&) const = default;
 };
 using MessageShapes = std::vector<MessageShape>;
 
-MessageShapes shapes_of(const Tensors& tensors);
+// `splits` of the tensors; none: all are plain.
+MessageShapes shapes_of(const Tensors& tensors, const TensorSplits& splits = {});
 
 // Throws UsageError, which begins with `place`, for a tensor that cannot travel: one that is undefined, sparse or
 // nested.
@@ -75,6 +79,13 @@ class ReceiveBuffers {
 struct MessageOptions {
   at::Device device = at::kCPU;
   bool dynamic_shape = false;
+  std::shared_ptr<SplitAxis> axis = nullptr;  // the tensor axis of this rank's layers; null: they are not split
+};
+
+// An activation that has arrived: leaves, and how the tensors are split of which they are parts.
+struct Activation {
+  Tensors tensors;
+  TensorSplits splits;
 };
 
 // The messages of one rank. Its methods are called in the order of the schedule's actions, from one thread.
@@ -95,15 +106,15 @@ class StageMessages {
     int peer = 0;  // the rank at the other end
   };
   // Sends an activation, whose memory nobody may write before finish(): the message is read while the stage computes
-  // on. `from`: the layers that made them, for error messages. Throws UsageError when their shapes differ from those of
-  // the first micro-batch. This and what is called later throw UsageError where a tensor was changed in place
-  // meanwhile.
-  void send_activation(const Route& route, const Tensors& tensors, const Printable& from);
+  // on. `splits`: the tensors of which some are parts. `from`: the layers that made them, for error messages. Throws
+  // UsageError when their shapes differ from those of the first micro-batch. This and what is called later throw
+  // UsageError where a tensor was changed in place meanwhile.
+  void send_activation(const Route& route, const Tensors& tensors, const TensorSplits& splits, const Printable& from);
   // Begins to receive an activation.
   void begin_activation(const Route& route);
   // Waits for and returns the tensors that begin_activation() has begun to receive; those that require a gradient are
   // marked so.
-  Tensors activation(const Route& route);
+  Activation activation(const Route& route);
 
   // Sends the gradients of those inputs that require one, in order; undefined ones as zeros. Their memory is as that of
   // an activation.
@@ -154,7 +165,7 @@ class StageMessages {
   bool knows_shapes(const Incoming& message) const;
   void start(Incoming& message);
   void start_until(const MessageKey& key);
-  Tensors take(Content content, const Route& route);
+  Activation take(Content content, const Route& route);
 
   comm::Communicator& ranks_;
   MessageOptions options_;

@@ -14,6 +14,7 @@
 #include "core/memory/tensor_holders.h"
 #include "core/tensor_check.h"
 #include "pipeline/placed_errors.h"
+#include "pipeline/split_activations.h"
 
 namespace ds::pipeline {
 namespace {
@@ -73,7 +74,7 @@ struct StageRunner::Run {
 };
 
 StageRunner::StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options)
-    : module_(module), ranks_(ranks), device_(options.device), messages_(ranks, options) {
+    : module_(module), ranks_(ranks), device_(options.device), axis_(options.axis), messages_(ranks, options) {
   if (!device_.is_cpu()) messages_.open(module.placement());
 }
 
@@ -149,7 +150,7 @@ void StageRunner::do_action(Run& run, const Action& action) {
       break;
     case ActionKind::kSendActivation:
       require_outputs_unchanged(stage, action.micro_batch, passing(), /*read=*/false);
-      messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs,
+      messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs, passing().splits,
                                 lazy([&] { return module_.describe(stage); }));
       if (run.schedule.training) {
         passing().outputs.clear();
@@ -197,11 +198,13 @@ void StageRunner::use_up(Run& run, int micro_batch) {
 }
 
 // Returns what a stage is given for a micro-batch, as leaves.
-Tensors StageRunner::inputs_of(Run& run, const Action& action) {
+Activation StageRunner::inputs_of(Run& run, const Action& action) {
   const int stage = action.stage;
-  Tensors inputs;
+  Activation result;
+  Tensors& inputs = result.tensors;
   if (stage == 0) {
     for (const at::Tensor& input : micro_batch(run, action.micro_batch).inputs) inputs.push_back(input.detach());
+    result.splits.resize(inputs.size());
     use_up(run, action.micro_batch);
   } else if (here(run, stage - 1)) {
     const Key before = {stage - 1, action.micro_batch};
@@ -211,29 +214,33 @@ Tensors StageRunner::inputs_of(Run& run, const Action& action) {
       inputs.push_back(output.detach());
       if (output.requires_grad()) inputs.back().set_requires_grad(true);
     }
+    result.splits = passing.splits;
     if (!run.schedule.training) run.passing.erase(before);
   } else {
-    inputs = messages_.activation(route(run, action, stage - 1, stage - 1));
+    result = messages_.activation(route(run, action, stage - 1, stage - 1));
     run.arrived = std::chrono::steady_clock::now();
   }
-  return inputs;
+  return result;
 }
 
 void StageRunner::forward(Run& run, const Action& action) {
   const int stage = action.stage;
   const int last = run.schedule.stages() - 1;
   Passing& own = run.passing[{stage, action.micro_batch}];
-  own.inputs = inputs_of(run, action);
+  Activation given = inputs_of(run, action);
+  own.inputs = std::move(given.tensors);
   const bool nothing_given = stage == 0 && own.inputs.empty();
-  own.outputs = with_place([&] { return cat("micro-batch ", action.micro_batch, ", "); },
-                           [&] { return nothing_given ? without("inputs") : ""; },
-                           [&] { return module_.forward_stage(stage, own.inputs); });
+  own.outputs =
+      with_place([&] { return cat("micro-batch ", action.micro_batch, ", "); },
+                 [&] { return nothing_given ? without("inputs") : ""; },
+                 [&] { return module_.forward_stage(stage, with_full_sizes(own.inputs, given.splits, axis_)); });
   if (stage == last) {
     finish_last(run, action, own);
   } else {
-    require_dense(own.outputs, lazy([&] {
-                    return cat("micro-batch ", action.micro_batch, ", stage ", stage, ", ", module_.describe(stage));
-                  }));
+    const auto place =
+        lazy([&] { return cat("micro-batch ", action.micro_batch, ", stage ", stage, ", ", module_.describe(stage)); });
+    own.splits = take_parts(own.outputs, axis_.get(), place);
+    require_dense(own.outputs, place);
   }
   if (run.schedule.training) {
     Tensors starts;
@@ -256,15 +263,20 @@ void StageRunner::finish_last(Run& run, const Action& action, Passing& own) {
   const auto index = static_cast<size_t>(action.micro_batch);
   if (run.keep_outputs) {
     Tensors& kept = run.result.outputs[index];
+    Tensors of_loss;  // whose operators work on parts
+    if (std::any_of(own.outputs.begin(), own.outputs.end(), is_split)) of_loss = own.outputs;
     kept = std::move(own.outputs);  // the only holder is found apart
+    gather_values(kept);
     keep_apart(kept, own.inputs);
-    own.outputs = kept;
+    own.outputs = of_loss.empty() ? kept : std::move(of_loss);
   }
   // Asked for also where there is no loss: sources of all calls are then at the same place.
   const MicroBatch& batch = micro_batch(run, action.micro_batch);
   if (run.with_loss) {
     own.outputs = {loss(action.micro_batch, own.outputs, batch.labels)};
-    run.result.losses[index] = own.outputs[0].detach();
+    Tensors value = {own.outputs[0].detach()};
+    gather_values(value);
+    run.result.losses[index] = value[0];
   }
   use_up(run, action.micro_batch);
   if (!run.schedule.training) return;
@@ -334,6 +346,7 @@ void StageRunner::backward(Run& run, const Action& action) {
     run.callbacks.accumulate(action, run.passes_left == 0, pass);
     own.backward.reset();
   }
+  gather_values(own.gradients);  // those of plain inputs that a function of the program read beside split tensors
   keep_apart(own.gradients, gradients);
   if (!splits && stage == 0) run.passing.erase({stage, action.micro_batch});
 }

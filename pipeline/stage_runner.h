@@ -28,6 +28,7 @@
 
 #include "dsengine/pipeline.h"
 #include "pipeline/schedule/schedule.h"
+#include "pipeline/split_activations.h"
 #include "pipeline/stage_backward.h"
 #include "pipeline/stage_messages.h"
 
@@ -85,8 +86,9 @@ class StageRunner {
   using Key = std::pair<int, int>;  // stage, micro-batch
   // One micro-batch on its way through one stage.
   struct Passing {
-    Tensors inputs;
-    Tensors outputs;                // backward needs their shapes, and the next stage on this rank their values
+    Tensors inputs;       // leaves: parts of what is split over a tensor axis
+    TensorSplits splits;  // of the outputs
+    Tensors outputs;      // parts as well; backward needs their shapes, and the next stage on this rank their values
     std::vector<int64_t> versions;  // of the outputs, when the stage had returned them
     std::unique_ptr<StageBackward> backward;
     Tensors gradients;  // the inputs' gradients
@@ -95,7 +97,7 @@ class StageRunner {
 
   Result run_batch(Run& run);
   void do_action(Run& run, const Action& action);
-  Tensors inputs_of(Run& run, const Action& action);
+  Activation inputs_of(Run& run, const Action& action);
   void forward(Run& run, const Action& action);
   void finish_last(Run& run, const Action& action, Passing& own);
   void backward(Run& run, const Action& action);
@@ -112,6 +114,7 @@ class StageRunner {
   const PipelineModule& module_;
   comm::Communicator& ranks_;
   at::Device device_;
+  std::shared_ptr<SplitAxis> axis_;  // null: layers are not split
   StageMessages messages_;
   std::string failure_;  // the message of the exception that ended a batch; empty: none did
   bool traces_ = false;

@@ -220,9 +220,6 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
 void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
   if (plan.topology.tensor == 1) return;
   const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
-  require<ConfigError>(plan.topology.pipe == 1 && !facts.pipeline_module, key, "a pipeline::PipelineModule ",
-                       "(pipeline.stages: ", plan.topology.pipe, "): layers of stages are not split in this version. ",
-                       "Give the model as one module, or set autotp_size to 1");
   require<ConfigError>(!facts.client_optimizer || facts.client_on_slices, key,
                        "a client optimizer: it has the module's parameters, and what is ",
                        "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");

@@ -35,6 +35,7 @@
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/shared_buffers.h"
 #include "model/state/start_files.h"
+#include "parallel/axis/axis.h"
 
 namespace ds::engine {
 namespace {
@@ -316,7 +317,8 @@ void prepare_schedule(Engine::Impl& impl) {
   pipeline.runner = std::make_unique<pipeline::StageRunner>(
       *pipeline.module, *pipeline.ranks,
       pipeline::MessageOptions{.device = impl.state.ranks.device,
-                               .dynamic_shape = pipeline.module->options().dynamic_shape});
+                               .dynamic_shape = pipeline.module->options().dynamic_shape,
+                               .axis = impl.state.tensor ? impl.state.tensor->split.axis : nullptr});
   if (impl.loader) require_equal_batches(pipeline, *impl.loader, "initialize: .training_data");
   training_schedule(pipeline, impl.state.plan, static_cast<int>(impl.config.gradient_accumulation_steps));
 }

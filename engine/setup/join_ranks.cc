@@ -150,6 +150,9 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   const int tensor = ranks.mesh->size(comm::MeshAxis::kTensor);
   if (tensor == 1) return ranks;
   ranks.tensor = ranks.mesh->group(comm::MeshAxis::kTensor);
+  ranks.layers = ranks.mesh->size(comm::MeshAxis::kPipe) == 1
+                     ? ranks.world
+                     : ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert, comm::MeshAxis::kTensor});
   const comm::GridShape grid{.sizes = {ranks.world->size() / tensor, tensor}};
   ranks.tensor_inside_host = comm::inside_hosts(grid, 1, comm::hosts_of(*ranks.world, ranks.device));
   return ranks;

@@ -5,13 +5,18 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <exception>
+#include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "comm/agreement.h"
 #include "config/split/rules_from_names.h"
 #include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/text_lines.h"
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/weight_average.h"
 #include "parallel/axis/axis.h"
@@ -21,23 +26,69 @@
 namespace ds::engine {
 namespace {
 
+using parallel::NamedShape;
 using parallel::ParameterSplit;
 using parallel::SplitRule;
 
-// The program's, and what modules declare themselves; without any of the program's also those of the config.
-SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& config) {
+// The names and sizes of the whole model's parameters, in the order of the stages' ranks, each name once: rules are
+// meant for them, whichever stage has the layer. Collective over the ranks of the pipeline.
+std::vector<NamedShape> shapes_of_model(const torch::nn::Module& module, const Ranks& ranks) {
+  std::string own;
+  for (const auto& item : module.named_parameters()) {
+    own += item.key();
+    for (const int64_t size : item.value().sizes()) own += cat('\t', size);
+    own += '\n';
+  }
+  std::vector<std::string> texts = {own};
+  if (ranks.mesh->size(comm::MeshAxis::kPipe) > 1) {
+    comm::Communicator& pipe = *ranks.mesh->group(comm::MeshAxis::kPipe);
+    texts = comm::texts_of_ranks(own, ranks.device, pipe, "parameters of the stages");
+  }
+  std::vector<NamedShape> shapes;
+  std::set<std::string> names;
+  for (const std::string& text : texts) {
+    for (const std::string& line : text_lines(text)) {
+      const size_t end = std::min(line.find('\t'), line.size());
+      NamedShape shape{.name = line.substr(0, end), .sizes = {}};
+      for (size_t at = end; at < line.size(); at = std::min(line.find('\t', at + 1), line.size())) {
+        shape.sizes.push_back(std::stoll(line.substr(at + 1)));
+      }
+      if (names.insert(shape.name).second) shapes.push_back(std::move(shape));
+    }
+  }
+  return shapes;
+}
+
+// Those of them that this rank's stages lack.
+std::vector<NamedShape> shapes_elsewhere(std::vector<NamedShape> shapes, const torch::nn::Module& module) {
+  const auto own = module.named_parameters();
+  std::erase_if(shapes, [&](const NamedShape& shape) { return own.contains(shape.name); });
+  return shapes;
+}
+
+// The program's, and what modules declare themselves; without any of the program's also those of the config, for
+// `shapes`, the whole model's.
+SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& config,
+                    const std::vector<NamedShape>& shapes) {
   SplitRules result{.rules = options.split, .warnings = {}};
   for (SplitRule& declared : parallel::declared_splits(*options.model)) result.rules.push_back(std::move(declared));
   if (options.split.empty()) {
-    std::vector<parallel::NamedShape> shapes;
-    for (const auto& item : options.model->named_parameters()) {
-      shapes.push_back({.name = item.key(), .sizes = item.value().sizes().vec()});
-    }
     SplitRules named = split_rules(config.tensor_parallel, shapes);
     for (SplitRule& rule : named.rules) result.rules.push_back(std::move(rule));
     result.warnings = std::move(named.warnings);
   }
   return result;
+}
+
+std::string rule_lines(const std::vector<SplitRule>& rules) {
+  std::string text;
+  for (size_t i = 0; i < rules.size(); ++i) {
+    const SplitRule& rule = rules[i];
+    text += cat("rule ", i, " of .split\t", rule.pattern, ", style ", static_cast<int>(rule.style), ", blocks ",
+                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1), ", join_output ",
+                rule.join_output, '\n');
+  }
+  return text;
 }
 
 // Lines "what<TAB>value" of all that decides what is split, and where values come from: ranks that differ would wait
@@ -46,13 +97,7 @@ std::string split_text(const InitializeOptions& options, const config::DsConfig&
                        const std::vector<SplitRule>& rules, const StartFiles& files) {
   std::string text = config_lines(config) + files.settings();
   text += cat(".init\t", options.init ? "given" : "none", '\n');
-  text += ema_lines(options.ema);
-  for (size_t i = 0; i < rules.size(); ++i) {
-    const SplitRule& rule = rules[i];
-    text += cat("rule ", i, " of .split\t", rule.pattern, ", style ", static_cast<int>(rule.style), ", blocks ",
-                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1), ", join_output ",
-                rule.join_output, '\n');
-  }
+  text += ema_lines(options.ema) + rule_lines(rules);
   for (const auto& item : options.model->named_parameters()) {
     text += cat("parameter ", item.key(), '\t', item.value().scalar_type(), ' ', item.value().sizes(), '\n');
   }
@@ -147,6 +192,51 @@ class Values {
   StartFiles& files_;
 };
 
+// What is split of the layers of this rank, and of those that other stages have.
+struct PlannedSplits {
+  parallel::SplitPlan own, elsewhere;
+};
+
+// Throws on all ranks where one of them cannot plan. Collective over all ranks.
+PlannedSplits plan_splits_of(const Ranks& ranks, const InitializeOptions& options, const config::DsConfig& config,
+                             const StartFiles& files) {
+  const torch::nn::Module& module = *options.model;
+  // Stages have other parameters, but the program's rules are one list for all.
+  if (ranks.mesh->size(comm::MeshAxis::kPipe) > 1) {
+    require_same_on_all_ranks({}, config_lines(config) + rule_lines(options.split), {}, ranks.device, *ranks.world);
+  }
+  std::vector<NamedShape> shapes = shapes_of_model(module, ranks);
+  SplitRules split;
+  parallel::SplitPlan plan;
+  std::exception_ptr failure;
+  try {
+    split = rules_of(options, config, shapes);
+    plan =
+        parallel::plan_module(module, split.rules, ranks.tensor->size(), shapes_elsewhere(std::move(shapes), module));
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const auto failed = comm::failure_of_ranks(failure, ranks.device, *ranks.world);
+  require(!failed, "initialize: rank ", failed ? failed->rank : 0,
+          " could not split its layers over the tensor axis: ", failed ? failed->message : "");
+  const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
+  require_same_on_all_ranks({}, split_text(options, config, split.rules, files),
+                            {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
+                            ranks.device, ranks.layer_ranks());
+  // With sequences that are cut the ranks share the work in any case. Rules that layers declare are known to their
+  // own stage alone.
+  const bool shares = config.tensor_parallel.sequence_parallel ||
+                      std::any_of(plan.begin(), plan.end(), [](const auto& one) { return one.is_split(); });
+  require<ConfigError>(largest_of_ranks(shares ? 1 : 0, ranks.device, *ranks.world, "split layers") == 1,
+                       lazy([&] { return nothing_is_split(config.tensor_parallel.size()); }));
+  if (ranks.world->rank() == 0) {
+    for (const std::string& warning : split.warnings) log::warning(warning);
+  }
+  const auto others = plan.begin() + static_cast<std::ptrdiff_t>(module.named_parameters().size());
+  PlannedSplits planned{.own = {plan.begin(), others}, .elsewhere = {others, plan.end()}};
+  return planned;
+}
+
 std::string cut_text(const ParameterSplit& split) {
   if (!split.is_split()) return "whole on every rank";
   std::string text = cat("split along dimension ", split.dim);
@@ -158,7 +248,9 @@ std::string cut_text(const ParameterSplit& split) {
 }  // namespace
 
 void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts) {
-  for (const ParameterSplit& split : parts.split.plan) {
+  parallel::SplitPlan plan = parts.split.plan;
+  plan.insert(plan.end(), parts.elsewhere.begin(), parts.elsewhere.end());
+  for (const ParameterSplit& split : plan) {
     SplitRow row{.names = without_numbers(split.name), .what = cut_text(split), .reason = split.reason};
     const bool known = std::any_of(facts.splits.begin(), facts.splits.end(), [&](const SplitRow& other) {
       return other.names == row.names && other.what == row.what;
@@ -179,21 +271,10 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
                        "tensor_parallel.sequence_parallel: true excludes a model that was ",
                        "built under zero::Init; build it as it is, or on the meta device with .weights");
   torch::nn::Module& module = *options.model;
-  const SplitRules split = rules_of(options, config);
-  const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks({}, split_text(options, config, split.rules, files),
-                            {.samples = samples, .has_schedule = options.lr_scheduler || options.torch_scheduler},
-                            ranks.device, *ranks.world);
-  parallel::SplitPlan plan = parallel::plan_module(module, split.rules, ranks.tensor->size());
-  // With sequences that are cut the ranks share the work in any case.
-  const bool shares =
-      sequences || std::any_of(plan.begin(), plan.end(), [](const auto& one) { return one.is_split(); });
-  require<ConfigError>(shares, lazy([&] { return nothing_is_split(config.tensor_parallel.size()); }));
-  if (ranks.world->rank() == 0) {
-    for (const std::string& warning : split.warnings) log::warning(warning);
-  }
+  PlannedSplits planned = plan_splits_of(ranks, options, config, files);
   auto parts = std::make_unique<TensorParts>();
   parts->ranks = ranks.tensor;
+  parts->elsewhere = std::move(planned.elsewhere);
   parts->world_ranks = ranks.mesh->layout().group_of(ranks.world->rank(), {comm::MeshAxis::kTensor});
   const auto axis = parallel::make_axis(ranks.tensor);
   axis->join_ranks_of(ranks.world.get(), parts->world_ranks);
@@ -207,9 +288,9 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
   files.open(module, ranks);
   Values values(ranks, options, files);
-  values.share_wholes(plan);
+  values.share_wholes(planned.own);
   parts->split = parallel::split_module(
-      module, axis, std::move(plan),
+      module, axis, std::move(planned.own),
       [&](const std::string& name, const at::Tensor& parameter, const Placement& placement) {
         const TensorPart part(parameter.sizes().vec(), *placement.cut, axis->rank(), axis->size());
         return values.part(name, parameter, part);

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "dsengine/activation_checkpoint.h"
+#include "model/state/tensor_parts.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/stage_placement.h"
 
@@ -87,7 +88,7 @@ void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>
   }
   const auto for_each = [&](const std::vector<at::Tensor>& tensors, const auto& use) {
     for (const at::Tensor& tensor : tensors) {
-      const auto found = bucket_of.find(tensor.unsafeGetTensorImpl());
+      const auto found = bucket_of.find(trained_tensor(tensor).unsafeGetTensorImpl());
       if (found != bucket_of.end()) use(found->second);  // else it is frozen
     }
   };

@@ -16,17 +16,30 @@ void choose_pipeline_parts(const PipelineState& parts, const ModelParameters& pa
   std::unordered_map<const void*, int> part_of;
   for (size_t k = 0; k < parts.tied.size(); ++k) {
     const int part = parts.stages() + static_cast<int>(k);
-    for (const at::Tensor& tensor : parts.tied[k].parameters) part_of[tensor.unsafeGetTensorImpl()] = part;
+    for (const at::Tensor& tensor : parts.tied[k].parameters) {
+      part_of[trained_tensor(tensor).unsafeGetTensorImpl()] = part;
+    }
     options.shared_parts.push_back(part);
   }
   for (int stage = 0; stage < parts.stages(); ++stage) {
     for (const at::Tensor& tensor : parts.module->parameters_of(stage)) {
-      part_of.emplace(tensor.unsafeGetTensorImpl(), stage);
+      part_of.emplace(trained_tensor(tensor).unsafeGetTensorImpl(), stage);
     }
   }
   for (const zero::Parameter& parameter : parameters.trainable) {
     options.parts.push_back(part_of.at(parameter.tensor.unsafeGetTensorImpl()));
   }
+}
+
+// Divides each part in two: parameters that are whole on the ranks of a tensor axis, and those that are cut.
+void choose_tensor_parts(const ModelParameters& parameters, BucketOptions& options) {
+  options.parts.resize(parameters.trainable.size(), 0);
+  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
+    options.parts[i] = 2 * options.parts[i] + (parameters.trainable[i].part ? 1 : 0);
+  }
+  std::vector<int> shared;
+  for (const int part : options.shared_parts) shared.insert(shared.end(), {2 * part, 2 * part + 1});
+  options.shared_parts = std::move(shared);
 }
 
 // Counts the tensors of optimizer state that a bucket has. Muon leaves some buckets to AdamW.
@@ -86,9 +99,7 @@ BucketOptions bucket_options(const Plan& plan, const PipelineState* pipeline, co
                            .persistent_total = plan.persistent_total,
                            .frozen_bits = plan.frozen_bits};
   if (pipeline) choose_pipeline_parts(*pipeline, parameters, options);
-  if (plan.topology.tensor > 1) {
-    for (const zero::Parameter& parameter : parameters.trainable) options.parts.push_back(parameter.part ? 1 : 0);
-  }
+  if (plan.topology.tensor > 1) choose_tensor_parts(parameters, options);
   return options;
 }
 

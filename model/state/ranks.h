@@ -17,6 +17,7 @@ struct Ranks {
   std::shared_ptr<comm::Communicator> world;   // all ranks
   std::shared_ptr<comm::Communicator> part;    // data-parallel ranks: those with the same part of the model
   std::shared_ptr<comm::Communicator> tensor;  // ranks with parts of the same parameters; null: parameters are full
+  std::shared_ptr<comm::Communicator> layers;  // with `tensor`: the ranks with the same layers; null without
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
   RankGroups groups;                           // groups of ranks inside `part`
   bool tensor_inside_host = true;              // every tensor axis lies inside a host
@@ -25,9 +26,8 @@ struct Ranks {
 
   // Returns the lowest of the ranks with the same part of the model. They are as far apart as a tensor axis is long.
   int first_of_part() const { return world->rank() - part->rank() * tensor_ranks(); }
-  // Returns the ranks that hold the same layers, full or as parts over a tensor axis. With such an axis, which excludes
-  // a pipeline, these are all ranks.
-  comm::Communicator& layer_ranks() const { return tensor ? *world : *part; }
+  // Returns the ranks that hold the same layers, full or as parts over a tensor axis.
+  comm::Communicator& layer_ranks() const { return layers ? *layers : *part; }
   // Returns the lowest of layer_ranks().
   int first_of_layer_ranks() const { return world->rank() - layer_ranks().rank(); }
   int tensor_ranks() const { return tensor ? tensor->size() : 1; }

@@ -64,6 +64,7 @@ struct TensorParts {
   std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
   std::vector<int> world_ranks;               // numbers in the job, in the order of `ranks`
   parallel::SplitModule split;                // axis, plan, leaves under the names of their parameters
+  parallel::SplitPlan elsewhere;              // of layers that other stages of a pipeline have, for the plan's rows
   // A split parameter of the module, with its name and leaf as they were at first.
   struct SplitParameter {
     std::string name;
