@@ -1,10 +1,13 @@
 #include "engine/setup/fp8_setup.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <optional>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/agreement.h"
 #include "core/check.h"
