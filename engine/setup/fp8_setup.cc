@@ -192,6 +192,14 @@ void set_up_fp8(ModelState& model, const config::Fp8Section& section) {
   });
   for (const fp8::NamedLinear& layer : layers) names.push_back(layer.name());
   model.fp8 = std::make_shared<fp8::Scaling>(scaling_options(section), std::move(names), model.ranks.device);
+  if (model.tensor) {
+    std::vector<char> parts;
+    for (const fp8::NamedLinear& layer : layers) {
+      const auto has_leaf = [&](const auto& split) { return split.leaf.is_same(layer.weight); };
+      parts.push_back(std::any_of(model.tensor->parameters.begin(), model.tensor->parameters.end(), has_leaf) ? 1 : 0);
+    }
+    model.fp8->share_parts(model.tensor->ranks, std::move(parts));
+  }
   fp8::set_layers(layers, model.fp8);
 }
 
