@@ -213,11 +213,11 @@ class Pair {
     std::shared_ptr<Engine> engine;
     try {
       if (has("DDP")) {
-        wrapper = std::make_shared<DistributedDataParallel<WholeNet>>(
-            net, DistributedDataParallelOptions{.process_group = test::borrowed(world)});
+        wrapper = std::make_shared<DistributedDataParallel<std::shared_ptr<torch::nn::Module>>>(
+            model, DistributedDataParallelOptions{.process_group = test::borrowed(world)});
       }
-      if (has("fully_shard")) other = fully_shard(net, {.process_group = test::borrowed(world)});
-      engine = initialize(options(has("DDP") || has("fully_shard") ? net.ptr() : model, world)).engine;
+      if (has("fully_shard")) other = fully_shard(model, {.process_group = test::borrowed(world)});
+      engine = initialize(options(model, world)).engine;
     } catch (const std::exception& error) {
       refusal = error.what();
       return {};
