@@ -53,14 +53,8 @@ bool compresses_layers(const CompressionTrainingSection& s) {
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {
-  if (c.fp8.enabled) {
-    const std::string fp8 = "fp8 with ";
-    out.later(c.tensor_parallel.autotp_size > 1, fp8 + "tensor_parallel", "turn one of them off");
-    out.later(c.pipeline.stages.value_or(1) > 1, fp8 + "pipeline.stages", "turn one of them off");
-    out.later(c.torch_autocast.enabled, fp8 + "torch_autocast", "use bf16 in its place");
-    out.later(c.fp16.auto_cast, fp8 + "fp16.auto_cast", "use bf16");
-    out.later(compresses_layers(c.compression_training), fp8 + "compression_training", "turn one of them off");
-  }
+  out.later(c.fp8.enabled && compresses_layers(c.compression_training), "fp8 with compression_training",
+            "turn one of them off");
   bool amp = false;
   const nlohmann::ordered_json& section = without_effect_of(c).amp;
   if (section.is_object() && section.contains("enabled")) ds::convert(section["enabled"], amp);

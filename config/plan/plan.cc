@@ -236,19 +236,18 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(row == nullptr || row->elementwise || !row->compresses, key, "optimizer.type: ", type,
                        ", whose factors are of whole tensors, where ",
                        "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");
+  require<ConfigError>(
+      !config.fp8.enabled || !config.tensor_parallel.tp_overlap_comm,
+      "tensor_parallel.tp_overlap_comm: true excludes fp8: it computes gradients of split layers in a ",
+      "backward of its own, which is not on FP8. Remove one of the two");
 }
 
 // With a folder for each host, a rank reads what ranks of its own host have written.
 void require_local_checkpoints(const DsConfig& config, const Plan& plan) {
   if (!config.checkpoint.use_node_local_storage) return;
-  const auto excludes = [](bool asked, const std::string& what) {
-    require<ConfigError>(!asked, "checkpoint.use_node_local_storage excludes ", what,
-                         ". Set it to false and save to a file system that all hosts share");
-  };
-  excludes(plan.topology.pipe > 1,
-           cat("pipeline.stages: ", plan.topology.pipe, ", whose stages write what they share once"));
-  excludes(plan.frozen_bits > 0,
-           "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
+  require<ConfigError>(plan.frozen_bits == 0, "checkpoint.use_node_local_storage excludes ",
+                       "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at ",
+                       "a load. Set it to false and save to a file system that all hosts share");
 }
 
 // Chooses when buckets are reduced, how large they are at best, and how long hooks wait for other ranks.

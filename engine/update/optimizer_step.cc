@@ -202,10 +202,11 @@ void OptimizerStep::note_update() {
   deps_.progress.step_applied = true;
 }
 
-// The largest of gradients that overflow, and of what gave them, say nothing of the steps that come.
+// The largest of gradients that overflow, and of what gave them, say nothing of the steps that come. Ranks of a tensor
+// axis have parts of a layer's tensors, whose scale is that of the full one.
 void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
   if (applied) {
-    deps_.state.fp8->end_step(*deps_.state.ranks.part, skip);
+    deps_.state.fp8->end_step(deps_.state.ranks.layer_ranks(), skip);
   } else {
     deps_.state.fp8->drop_step();
   }

@@ -85,6 +85,8 @@ class Fp8LinearBackward : public layers::LayerBackward {
         type_(input.scalar_type()) {}
 
   std::string name() const override { return "Fp8LinearBackward"; }
+  // A pipeline may run it twice, for the input's gradient and for the weight's: it computes what it is asked for.
+  bool is_traceable() override { return true; }
 
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {

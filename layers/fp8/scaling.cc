@@ -53,6 +53,26 @@ at::Tensor Scaling::scales(int64_t generation) const {
   return scales_[static_cast<size_t>(generation - first_generation_)];
 }
 
+void Scaling::share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<char> layers) {
+  ensure(layers.size() == layers_.size(), "a flag for each layer");
+  if (options_.recipe == Recipe::kCurrent) return;
+  axis_ = std::move(axis);
+  parts_ = std::move(layers);
+}
+
+bool Scaling::shares(int64_t layer) const {
+  const std::lock_guard lock(mutex_);
+  return axis_ && !has_history_ && parts_[static_cast<size_t>(layer)] != 0;
+}
+
+// The scale of the full tensor, of which `values` is this rank's part.
+at::Tensor Scaling::shared_scale(const at::Tensor& values, Kind kind) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor amax = amax_of(values).clone().view({1});
+  axis_->all_reduce(amax, comm::ReduceOp::kMax, "amax of a part in fp8").wait();
+  return scale_for(amax.select(0, 0), format_of(kind), options_.margin);
+}
+
 Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales,
                              bool records) {
   const bool delayed = options_.recipe == Recipe::kDelayed;
@@ -62,11 +82,11 @@ Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind,
     const std::lock_guard lock(mutex_);
     record = amax_.select(0, layer).select(0, column);
   }
-  return quantize_measured(values, format_of(kind),
-                           {.stored = delayed ? scales.select(0, layer).select(0, column) : at::Tensor(),
-                            .covers = kind == Kind::kWeight,
-                            .margin = options_.margin,
-                            .record = record})
+  at::Tensor stored;
+  if (delayed) stored = shares(layer) ? shared_scale(values, kind) : scales.select(0, layer).select(0, column);
+  return quantize_measured(
+             values, format_of(kind),
+             {.stored = stored, .covers = kind == Kind::kWeight, .margin = options_.margin, .record = record})
       .matrix;
 }
 
@@ -97,7 +117,8 @@ void Scaling::tell_of_unused(int rank) {
   }
   if (rank != 0 || names.empty()) return;
   log::warning("fp8: expected all of its layers to be computed as Linear layers, found none of it in ",
-               is_first ? "the first step" : "a step, as before it,", " for ", names, ", on rank 0: what the program ",
+               is_first ? "the first step" : "a step, as before it,", " for ", names,
+               ", on the first rank that has them: what the program ",
                "computes with their weights is not on FP8; leave them out (fp8.exclude) if that is meant (said once)");
 }
 
@@ -125,6 +146,7 @@ void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
   const at::Tensor skipped = skip.defined() ? skip.gt(0) : at::Tensor();
   entry.copy_(skip.defined() ? at::where(skipped, entry, amax) : amax);
   next_ = (next_ + 1) % options_.history;
+  has_history_ = true;
   const at::Tensor scales = scales_from(options_.most_recent ? amax : history_.amax(0), before);
   begin_scales(skip.defined() ? at::where(skipped, before, scales) : scales);
 }
@@ -180,6 +202,7 @@ void Scaling::take(int64_t layer, const at::Tensor& memory) {
   scales_.back() = scales_.back().clone();
   scales_.back().select(0, layer).copy_(memory.select(1, memory.size(1) - 1));
   amax_.select(0, layer).zero_();
+  has_history_ = true;
 }
 
 void Scaling::forget() {
@@ -187,6 +210,7 @@ void Scaling::forget() {
   const std::lock_guard lock(mutex_);
   amax_.zero_();
   scales_.back() = at::zeros_like(scales_.back());
+  has_history_ = false;
   if (history_.defined()) history_.zero_();
 }
 

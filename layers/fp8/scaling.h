@@ -2,8 +2,11 @@
 //
 // Delayed scaling, as Transformer Engine's: a tensor's scale comes from the largest magnitudes ("amax") of steps
 // before, so that quantising is one pass. Here an entry of the history is an optimizer step, over its micro-batches and
-// all data ranks, so that all micro-batches of a step, and what is computed again for backward, have one scale. A
-// tensor without a history is scaled by itself, where Transformer Engine begins with 1.
+// all ranks that have the layer or a part of it, so that all micro-batches of a step, and what is computed again for
+// backward, have one scale. A tensor without a history is scaled by itself, where Transformer Engine begins with 1.
+//
+// Over a tensor axis ranks have parts of a layer's tensors, whose scale is that of the full tensor: ranks share the
+// amax of a step, and before the first step that of each tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,6 +47,10 @@ class Scaling {
   // Layers by their names, in the model's order; their tensors are on `device`.
   Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device);
 
+  // Of these layers, one flag each, the ranks of `axis` have parts: until the first end_step(), or after forget(), each
+  // call of quantized() for one of them is collective over the axis. With delayed scaling alone.
+  void share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<char> layers);
+
   const ScalingOptions& options() const { return options_; }
   const std::vector<std::string>& layers() const { return layers_; }
   at::ScalarType format_of(Kind kind) const { return kind == Kind::kGradient ? options_.gradients : kE4M3; }
@@ -57,8 +64,8 @@ class Scaling {
   // its own, too: a program may have changed it. `records`: its amax counts for later steps.
   Quantized quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales, bool records);
 
-  // A layer is computed. The end of a step tells, in rank 0's log, of layers that never were on that rank, or that are
-  // no longer; of each once.
+  // A layer is computed. The end of a step tells, in the log of rank 0 of its ranks, of layers that never were on that
+  // rank, or that are no longer; of each once.
   void note_use(int64_t layer);
 
   // After an optimizer step: scales of the next one. Collective over `ranks`, all of which get the same. `skip`
@@ -80,6 +87,8 @@ class Scaling {
   void forget();
 
  private:
+  bool shares(int64_t layer) const;
+  at::Tensor shared_scale(const at::Tensor& values, Kind kind) const;
   void tell_of_unused(int rank);
   void begin_scales(at::Tensor scales);
   at::Tensor scales_from(const at::Tensor& amax, const at::Tensor& before) const;
@@ -95,6 +104,9 @@ class Scaling {
   std::vector<char> used_;         // of each layer: it has been computed in the running step
   std::vector<char> told_;         // of each layer: that it is not
   bool first_step_is_over_ = false;
+  bool has_history_ = false;                  // scales may be in force, on all ranks alike
+  std::shared_ptr<comm::Communicator> axis_;  // null: layers are whole
+  std::vector<char> parts_;                   // of each layer: ranks of the axis have parts of it
 };
 
 // Returns the scales of a model that computes no layer on FP8.

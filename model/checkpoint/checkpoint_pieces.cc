@@ -9,6 +9,7 @@
 #include "core/numbers/block_codec.h"
 #include "core/round_up.h"
 #include "model/checkpoint/rank_state.h"
+#include "pipeline/stage_placement.h"
 #include "zero/kept_slice.h"
 
 namespace ds::engine {
@@ -52,6 +53,41 @@ BucketRange written_range(const ModelState& state, const HostFolders& folders, s
   return range;
 }
 
+// Whether all ranks of a tensor axis have it.
+bool is_whole(const zero::Parameter& parameter) { return parameter.part == nullptr; }
+
+// Whether the folder gets a tied weight from an earlier stage than this rank's. `tie`: the weight's place in
+// PipelineState::tied; -1: it is not tied. With a folder for each host every host keeps what its ranks load: there the
+// first stage that has ranks on it with the same of the weight writes it. `sliced`, `whole`: as share_of().
+bool has_earlier_stage(const ModelState& state, const HostFolders& folders, int tie, bool sliced, bool whole) {
+  if (tie < 0) return false;
+  const auto index = static_cast<size_t>(tie);
+  if (!folders.apart()) return !state.pipeline->tied[index].is_first();
+  const Ranks& ranks = state.ranks;
+  const int own = ranks.world->rank();
+  const std::vector<int> stages = ranks.mesh->layout().group_of(own, {comm::MeshAxis::kPipe});
+  std::vector<int> holders = sliced ? ranks_of_slice(ranks) : ranks_of_part(ranks);
+  if (whole) holders = with_tensor_axes(holders, ranks);
+  for (const int stage : state.pipeline->module->tied()[index].ranks) {
+    const int other = stages[static_cast<size_t>(stage)];
+    if (other == own) return false;
+    const auto shares = [&](int holder) { return folders.shares(holder + other - own); };
+    if (std::any_of(holders.begin(), holders.end(), shares)) return true;
+  }
+  return false;
+}
+
+bool is_written(const ModelState& state, const HostFolders& folders, size_t bucket) {
+  if (!folders.apart()) return state.counts_in_stage(bucket);
+  const int tie = state.pipeline ? state.pipeline->tied_of_bucket[bucket] : -1;
+  return !has_earlier_stage(state, folders, tie, state.plan.partition_optimizer, !state.is_part(bucket));
+}
+
+bool is_written(const ModelState& state, const HostFolders& folders, const zero::Parameter& frozen, bool sliced) {
+  if (!state.pipeline) return true;
+  return !has_earlier_stage(state, folders, tie_of(state.pipeline->tied, frozen.name), sliced, is_whole(frozen));
+}
+
 // Elements of a live tensor: in a bucket, or in one of its own.
 struct LiveRun {
   at::Tensor flat;
@@ -78,9 +114,6 @@ class PieceList {
  private:
   std::vector<StatePiece> pieces_;
 };
-
-// Whether all ranks of a tensor axis have it.
-bool is_whole(const zero::Parameter& parameter) { return parameter.part == nullptr; }
 
 void add_trained(const ModelState& state, const HostFolders& folders, size_t b, PieceList& pieces) {
   const zero::BucketLayout& layout = state.buckets[b].layout();
@@ -116,7 +149,7 @@ void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size
     const BucketRange range = written_range(state, folders, state.buckets.size() + f, partitioned, whole);
     for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
       const zero::Parameter& parameter = state.frozen[static_cast<size_t>(run.parameter)];
-      if (is_whole(parameter) != whole || state.is_copy(parameter.name)) return;
+      if (is_whole(parameter) != whole || !is_written(state, folders, parameter, partitioned)) return;
       pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true, run,
                  {flat, position, state.buckets.size() + f});
     });
@@ -136,7 +169,7 @@ void add_frozen_parameters(const ModelState& state, const HostFolders& folders, 
     const int64_t to = std::clamp<int64_t>(end - first, 0, numel);
     first += numel;
     const bool empty = numel == 0 && share.index == 0 && share.count > 0;
-    if ((from == to && !empty) || state.is_copy(parameter.name)) continue;
+    if ((from == to && !empty) || !is_written(state, folders, parameter, /*sliced=*/false)) continue;
     pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true,
                {.parameter_offset = from, .length = to - from},
                {parameter.tensor.detach().contiguous().view({-1}), from});
@@ -178,17 +211,19 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
 std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders& folders, bool with_frozen) {
   PieceList pieces;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (state.counts_in_stage(b)) add_trained(state, folders, b, pieces);
+    if (is_written(state, folders, b)) add_trained(state, folders, b, pieces);
   }
   const bool first = share_of(state, folders, /*sliced=*/false, /*whole=*/false).index == 0;
   add_memory(optimizer_memory(state), pieces);
   const auto begins_bucket = [&](size_t b) {
     const Share share = share_of(state, folders, /*sliced=*/false, !state.is_part(b));
-    return state.counts_in_stage(b) && share.count > 0 && share.index == 0;
+    return is_written(state, folders, b) && share.count > 0 && share.index == 0;
   };
   if (first) add_memory(shared_optimizer_memory(state, begins_bucket), pieces);
   add_memory(compression_memory(state), pieces);
-  if (first) add_memory(fp8_memory(state), pieces);
+  // Ranks of a tensor axis have parts of a layer, and one history.
+  const Share of_layers = share_of(state, folders, /*sliced=*/false, /*whole=*/true);
+  if (of_layers.count > 0 && of_layers.index == 0) add_memory(fp8_memory(state), pieces);
   if (!with_frozen) return pieces.take();
   for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, folders, f, pieces);
   add_frozen_parameters(state, folders, pieces);

@@ -241,10 +241,15 @@ checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer&
   return state;
 }
 
-BufferCopies copy_buffers(const ModelState& model) {
+BufferCopies copy_buffers(const ModelState& model, const HostFolders& folders) {
   BufferCopies copies;
   for (const auto& item : model.module->named_buffers()) {
-    if (model.is_copy(item.key())) continue;
+    const bool is_copy = model.is_copy(item.key());
+    require(!is_copy || !folders.apart(),
+            "save_checkpoint: checkpoint.use_node_local_storage excludes buffers of tied ", "layers, found ",
+            item.key(), ", which the first of their stages writes for all. Set it to false, or let ",
+            "the layers share parameters alone");
+    if (is_copy) continue;
     copies.values.emplace_back(item.key(),
                                item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous());
   }

@@ -40,7 +40,8 @@ struct BufferCopies {
   NamedTensors values;
   at::Tensor checksums;
 };
-BufferCopies copy_buffers(const ModelState& model);
+// Throws UsageError where the hosts have a folder each and this rank has a buffer of a tied layer.
+BufferCopies copy_buffers(const ModelState& model, const HostFolders& folders);
 // Adds, by path, the buffers that this rank writes. Those of the first rank with this part of the model are
 // everybody's; another rank adds the ones that differ, such as running statistics of its own batches, and a rank that
 // does not see the first one's folder adds all of its own. Collective.
@@ -56,7 +57,8 @@ NamedTensors optimizer_memory(const ModelState& model);
 NamedTensors shared_optimizer_memory(const ModelState& model,
                                      const std::function<bool(size_t bucket)>& is_written_here);
 NamedTensors compression_memory(const ModelState& model);
-// Copies what FP8 layers remember of earlier steps. It is the same on all ranks: rank 0 writes for all.
+// Copies what FP8 layers remember of earlier steps. It is the same on all ranks that have them or parts of them: the
+// first of these writes for all.
 NamedTensors fp8_memory(const ModelState& model);
 // Reads what FP8 layers remember. Layers that the checkpoint does not have begin anew; returns the name of the first
 // one, empty: none.

@@ -83,7 +83,7 @@ class Saving {
       saved_->own.insert(saved_->own.end(), given.begin(), given.end());
       const NamedTensors generators = run_.start ? run_.start->generators : generator_states(model_);
       saved_->own.insert(saved_->own.end(), generators.begin(), generators.end());
-      buffers = copy_buffers(model_);
+      buffers = copy_buffers(model_, folders_);
     });
     add_buffers(model_, folders_, buffers, saved_->own);
   }

@@ -200,8 +200,8 @@ void StateReader::read_compression_memory() {
 // Scales belong to the weights that have come, whatever becomes of the optimizer.
 void StateReader::read_fp8_memory() const {
   const std::string missing = load_fp8_memory(model_, source_);
-  if (missing.empty() || model_.fp8->options().recipe == fp8::Recipe::kCurrent || model_.ranks.world->rank() != 0)
-    return;
+  if (missing.empty() || model_.fp8->options().recipe == fp8::Recipe::kCurrent) return;
+  if (model_.ranks.layer_ranks().rank() != 0) return;
   log::info("load_checkpoint: ", source_.location(), ": has no scales of the FP8 layer ", missing,
             "; layers without any begin with those of the tensors at hand");
 }

@@ -22,10 +22,16 @@ std::vector<TiedWeights> make_tied_weights(const pipeline::PipelineModule& modul
   return all;
 }
 
-bool is_tied_copy(const std::vector<TiedWeights>& all, const std::string& name) {
-  return std::any_of(all.begin(), all.end(), [&](const TiedWeights& weights) {
-    return weights.ranks && !weights.is_first() && name.starts_with(weights.name + ".");
+int tie_of(const std::vector<TiedWeights>& all, const std::string& name) {
+  const auto found = std::find_if(all.begin(), all.end(), [&](const TiedWeights& weights) {
+    return weights.ranks && name.starts_with(weights.name + ".");
   });
+  return found == all.end() ? -1 : static_cast<int>(found - all.begin());
+}
+
+bool is_tied_copy(const std::vector<TiedWeights>& all, const std::string& name) {
+  const int tie = tie_of(all, name);
+  return tie >= 0 && !all[static_cast<size_t>(tie)].is_first();
 }
 
 void broadcast_tied_weights(const std::vector<TiedWeights>& all) {

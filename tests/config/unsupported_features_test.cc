@@ -21,8 +21,6 @@ const Refused kRefused[] = {
     {"{optimizer: {type: 'Rprop'}}", "optimizer.type"},
     {"{scheduler: {type: 'LambdaLR'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
-    {"{fp8: {enabled: true}, torch_autocast: {enabled: true}}", "fp8 with torch_autocast"},
-    {"{fp8: {enabled: true}, fp16: {enabled: true, auto_cast: true}}", "fp8 with fp16.auto_cast"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},
     {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
     {"{fp8: {enabled: true}, compression_training: {row_pruning: {shared_parameters: {enabled: true}, "

@@ -286,9 +286,6 @@ TEST(Fp8Engine, NamesWhatDoesNotFit) {
   EXPECT_THAT(of({{"granularity", "block"}}), HasSubstr("expected \"current\" with granularity \"block\""));
   EXPECT_THAT(of({{"granularity", "block"}, {"recipe", "current"}}), HasSubstr("multiples of 128"));
   EXPECT_THAT(of({{"amax_history_len", 0}}), HasSubstr("amax_history_len"));
-  ordered_json autocast = fp8_config(0, 1);
-  autocast["torch_autocast"] = {{"enabled", true}};
-  EXPECT_THAT(refusal_of(autocast, WideNet().ptr()), HasSubstr("fp8 with torch_autocast"));
   WideNet wide;
   wide->to(torch::kDouble);
   EXPECT_THAT(refusal_of(fp8_config(0, 1), wide.ptr()), HasSubstr("found Double"));

@@ -12,6 +12,7 @@
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "tests/model/checkpoint/checkpoint_run.h"
+#include "tests/pipeline/layered_model.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -149,6 +150,70 @@ TEST(LocalStorage, AFailureOnOneHostLeavesNothingOnAny) {
     EXPECT_THROW(engine->save_checkpoint(disk_of(folder, communicator.rank(), 1), "tag"), IoError);
   });
   EXPECT_TRUE(!fs::exists(folder.path() / "host0") || fs::is_empty(folder.path() / "host0"));
+}
+
+// Two stages that share the embedding, and two data ranks: hosts of two ranks have a stage each, or every rank has one.
+std::shared_ptr<Engine> start_stages(const ordered_json& config, comm::Communicator& communicator, int ranks_per_host) {
+  const auto model = std::make_shared<pipeline::PipelineModule>(
+      pipeline::layers_of(4, /*tied=*/true), pipeline::PipelineOptions{.loss = pipeline::cross_entropy});
+  return initialize({.model = model,
+                     .config = config,
+                     .distributed = Distributed{.ranks = borrowed(communicator),
+                                                .local_rank = communicator.rank() % ranks_per_host,
+                                                .ranks_per_host = ranks_per_host,
+                                                .device = at::kCPU}})
+      .engine;
+}
+
+std::vector<double> train_stages(Engine& engine, int64_t first, int64_t steps) {
+  std::vector<double> losses;
+  for (int64_t step = first; step < first + steps; ++step) {
+    int64_t next = step * engine.gradient_accumulation_steps();
+    const int rank = engine.communicator().rank();
+    losses.push_back(engine.train_batch([&] { return pipeline::tokens_of(next++, rank); }).item<double>());
+  }
+  return losses;
+}
+
+TEST(LocalStorage, StagesOfAPipelineGoOnFromTheirOwnDisks) {
+  for (const int stage : {0, 1, 3}) {
+    for (const int ranks_per_host : {1, 2}) {
+      SCOPED_TRACE(cat("stage ", stage, ", ", ranks_per_host, " ranks a host"));
+      const test::ScratchFolder folder;
+      ordered_json config = {{"train_micro_batch_size_per_gpu", 2},
+                             {"gradient_accumulation_steps", 2},
+                             {"log_level", "error"},
+                             {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}}}}},
+                             {"zero_optimization", {{"stage", stage}}},
+                             {"checkpoint", {{"use_node_local_storage", true}}},
+                             {"pipeline", {{"stages", 2}}}};
+      std::vector<std::vector<double>> wanted(4);
+      test::run_ranks(4, [&](comm::Communicator& communicator) {
+        const auto rank = static_cast<size_t>(communicator.rank());
+        const auto engine = start_stages(config, communicator, ranks_per_host);
+        train_stages(*engine, 0, 2);
+        engine->save_checkpoint(disk_of(folder, communicator.rank(), ranks_per_host), "tag");
+        wanted[rank] = train_stages(*engine, 2, 2);
+      });
+      test::run_ranks(4, [&](comm::Communicator& communicator) {
+        const auto engine = start_stages(config, communicator, ranks_per_host);
+        ASSERT_TRUE(engine->load_checkpoint(disk_of(folder, communicator.rank(), ranks_per_host)));
+        EXPECT_EQ(train_stages(*engine, 2, 2), wanted[static_cast<size_t>(communicator.rank())]);
+      });
+      // All files beside one index are a checkpoint like any other: of what two hosts have, one of the copies counts.
+      for (int host = 1; host < 4 / ranks_per_host; ++host) {
+        fs::copy(folder.path() / cat("host", host) / "tag", folder.path() / "host0" / "tag",
+                 fs::copy_options::skip_existing | fs::copy_options::recursive);
+      }
+      config.erase("checkpoint");
+      config["pipeline"]["stages"] = 1;
+      test::run_ranks(1, [&](comm::Communicator& communicator) {
+        const auto engine = start_stages(config, communicator, 1);
+        EXPECT_TRUE(engine->load_checkpoint(disk_of(folder, 0, ranks_per_host)));
+        EXPECT_EQ(engine->global_steps(), 2);
+      });
+    }
+  }
 }
 
 TEST(LocalStorage, Excludes) {
