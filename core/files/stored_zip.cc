@@ -129,6 +129,12 @@ void StoredZip::check_sum(const std::string& name) const {
   }
 }
 
+std::vector<std::string> StoredZip::names() const {
+  std::vector<std::string> result;
+  for (const auto& [name, record] : records_) result.push_back(name);
+  return result;
+}
+
 std::string StoredZip::name_ending(const std::string& end) const {
   const auto found =
       std::find_if(records_.begin(), records_.end(), [&end](const auto& entry) { return entry.first.ends_with(end); });

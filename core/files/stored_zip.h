@@ -9,6 +9,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/files/mapped_file.h"
 
@@ -29,6 +30,8 @@ class StoredZip {
   // Throws IoError when the record is not what was written. Without effect where the writer left out checksums
   // (torch.serialization.set_crc32_options(False)).
   void check_sum(const std::string& name) const;
+  // The names of all records, sorted.
+  std::vector<std::string> names() const;
   // Returns the first name that ends with `end`, or an empty text.
   std::string name_ending(const std::string& end) const;
 

@@ -14,7 +14,7 @@
 //
 // forward() calls the operators of the exported graph in their order through LibTorch's dispatcher, under autograd and
 // autocast as they are when it is called, and drops each tensor after its last use. Tensors that the graph makes are
-// made on the device of the first parameter.
+// made on the device of the first parameter, where constants and non-persistent buffers follow it.
 //
 // Export bakes the mode. Export in train(): in eval() the module then runs dropout, batch_norm, recurrent layers and
 // attention as Python's eval() does, and counts no batches. What Python decides by `if self.training:` beyond these
@@ -42,19 +42,26 @@
 namespace ds {
 
 namespace exported {
-class Program;
+struct Program;
 }  // namespace exported
 
 // Options of load_exported().
 struct ExportedOptions {
   // A second file, exported from the same model in eval(): what forward() runs in eval(). Its parameters and buffers
-  // are those of the first file, by name; its values for them are not read. Empty: the first file serves both modes.
+  // are those of the first file, by name; its values for them are not read. Each file then runs as it was exported.
+  // Empty: the first file serves both modes.
   std::string eval;
   // The name of the program in the file: "model" from torch.export.save, another one from package_pt2.
   std::string program = "model";
   // True: parameters and persistent buffers are on the meta device, without memory, and InitializeOptions::weights =
   // "model.pt2" (the same file, or any other with these names) gives each rank its part of their values.
   bool meta = false;
+  // True: train() and eval() run what was exported, whatever its mode. For models in which layers evaluate while others
+  // train (BatchNorm with fixed statistics) or train while others evaluate (dropout that stays), and for programs after
+  // run_decompositions().
+  bool baked_mode = false;
+  // True: inputs that the program does not read are no error.
+  bool unused_inputs = false;
 };
 
 // One dimension of an input. A dynamic one has a symbol, which is the same for dimensions that must be equal.
@@ -68,7 +75,7 @@ struct ExportedSize {
 
 // One argument of forward().
 struct ExportedInput {
-  std::string name;                      // of the argument of Python's forward; nested ones as Python's export has them
+  std::string name;                      // of the argument of Python's forward; inside a container "batch.x", "xs.0"
   bool is_tensor = true;                 // false: a number, text or None that was given to export, and is baked
   at::ScalarType dtype = at::kFloat;     // of a tensor
   std::vector<ExportedSize> sizes = {};  // of a tensor
@@ -122,8 +129,8 @@ class ExportedModule : public torch::nn::Module {
   // Runs the model with inputs by position.
   //
   // Throws UsageError before anything runs, naming input and dimension, for an input of another number of dimensions,
-  // dtype or size than the file allows, another value than the baked one, and in train() for a file that was exported
-  // in eval(). What an operator throws while it runs comes as UsageError that names the operator, its module and the
+  // kind of dtype or size than the file allows, another value than the baked one, and for a mode that the file does not
+  // have. What an operator throws while it runs comes as UsageError that names the operator, its module and the
   // line in Python; errors of dsengine that are no UsageError keep their type.
   ExportedOutputs run(std::vector<c10::IValue> inputs);
 
@@ -142,11 +149,6 @@ class ExportedModule : public torch::nn::Module {
   // initialize() calls it.
   void require_dtype(at::ScalarType dtype, const std::string& key) const;
 
-  // As torch::nn::Module's. Constants and non-persistent buffers move, too.
-  void to(at::Device device, bool non_blocking = false) override;
-  void to(at::Device device, at::ScalarType dtype, bool non_blocking = false) override;
-  void to(at::ScalarType dtype, bool non_blocking = false) override;
-
  private:
   friend std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options);
   ExportedModule();
@@ -162,7 +164,7 @@ class ExportedModule : public torch::nn::Module {
 // Inside a zero::Init scope each parameter is handed to it when it is read. Throws IoError, naming the file and what to
 // do in Python, for a file that is damaged, of another format or schema, or made by torch 2.8 or older, and for what
 // cannot be trained: operators that this LibTorch lacks, operators of higher order, custom objects, tensor subclasses,
-// inputs that the program does not use because two inputs of export were one tensor.
+// inputs that the program does not read, because two inputs of export were one tensor.
 std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options = {});
 
 // Writes the exported model in the file `exported` to `path` once more, with other values of its parameters and
