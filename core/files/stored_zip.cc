@@ -15,6 +15,7 @@ constexpr uint64_t kEntry = 0x02014b50, kEntryBytes = 46;
 constexpr uint64_t kEnd = 0x06054b50, kEndBytes = 22, kLongestComment = 65535;
 constexpr uint64_t kWideEnd = 0x06064b50, kWideEndBytes = 56;
 constexpr uint64_t kWideLocator = 0x07064b50, kWideLocatorBytes = 20;
+constexpr uint64_t kDescriptor = 0x08074b50, kHasDescriptor = 8;
 constexpr uint64_t kWideField = 1, kInWideField = 0xffffffff;
 
 constexpr const char* kDamaged = ": the file is damaged; copy it again, or load another checkpoint";
@@ -103,7 +104,9 @@ uint64_t StoredZip::read_entry(uint64_t at) {
              "\" is compressed or encrypted, which torch.save never does; load it in Python and save it again"));
   }
   const Record record{.bytes = data_of(name, header, bytes),
-                      .checksum = static_cast<uint32_t>(number_at(entry, 16, 4))};
+                      .checksum = static_cast<uint32_t>(number_at(entry, 16, 4)),
+                      .entry = at,
+                      .header = header};
   if (!records_.emplace(name, record).second) fail(cat("record \"", name, "\" is there twice", kDamaged));
   return next_entry;
 }
@@ -120,6 +123,29 @@ const StoredZip::Record& StoredZip::find(const std::string& name) const {
   const auto found = records_.find(name);
   if (found == records_.end()) fail(cat("no record \"", name, "\" among its ", records_.size()));
   return found->second;
+}
+
+uint64_t StoredZip::position(const std::string& name) const {
+  return static_cast<uint64_t>(find(name).bytes.data() - file_.bytes().data());
+}
+
+std::vector<uint64_t> StoredZip::checksum_positions(const std::string& name) const {
+  const Record& record = find(name);
+  if (record.checksum == 0) return {};
+  std::vector<uint64_t> positions = {record.entry + 16};
+  const auto local = part(record.header, kLocalHeaderBytes, "header of a record");
+  if (number_at(local, 14, 4) != 0) positions.push_back(record.header + 14);
+  if ((number_at(local, 6, 2) & kHasDescriptor) != 0) {
+    const uint64_t end = position(name) + record.bytes.size();
+    const bool marked = number_at(part(end, 4, "descriptor of a record"), 0, 4) == kDescriptor;
+    positions.push_back(marked ? end + 4 : end);
+  }
+  for (const uint64_t at : positions) {
+    if (number_at(part(at, 4, "checksum"), 0, 4) != record.checksum) {
+      fail(cat("record \"", name, "\" has several checksums", kDamaged));
+    }
+  }
+  return positions;
 }
 
 void StoredZip::check_sum(const std::string& name) const {

@@ -27,6 +27,13 @@ class StoredZip {
   bool contains(const std::string& name) const { return records_.contains(name); }
   // Returns the bytes of a record, valid while the object lives. Throws IoError for an unknown name.
   std::span<const uint8_t> record(const std::string& name) const { return find(name).bytes; }
+  // The position of a record's bytes in the file, and those of the checksums (four bytes, little-endian) that go with
+  // it, for whoever writes the file again with another value of the same length. No checksums: the writer left them
+  // out.
+  uint64_t position(const std::string& name) const;
+  std::vector<uint64_t> checksum_positions(const std::string& name) const;
+  // All bytes of the file.
+  std::span<const uint8_t> bytes() const { return file_.bytes(); }
   // Throws IoError when the record is not what was written. Without effect where the writer left out checksums
   // (torch.serialization.set_crc32_options(False)).
   void check_sum(const std::string& name) const;
@@ -39,6 +46,8 @@ class StoredZip {
   struct Record {
     std::span<const uint8_t> bytes;
     uint32_t checksum = 0;
+    uint64_t entry = 0;   // position in the directory
+    uint64_t header = 0;  // position of the header before the bytes
   };
   struct Directory {
     uint64_t begin = 0;
