@@ -229,6 +229,7 @@ StoredTensor Archive::tensor(const std::string& name, const nlohmann::json& conf
                       .sizes = fixed_sizes(meta.at("sizes")),
                       .strides = fixed_sizes(meta.at("strides")),
                       .offset = meta.at("storage_offset").at("as_int").get<int64_t>(),
+                      .device_type = meta.at("device").at("type").get<std::string>(),
                       .is_parameter = config.at("is_param").get<bool>(),
                       .requires_grad = meta.at("requires_grad").get<bool>()};
   try {

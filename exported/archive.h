@@ -28,6 +28,7 @@ struct StoredTensor {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   int64_t offset = 0;
+  std::string device_type;  // of the export: "cpu", "cuda"
   bool is_parameter = false;
   bool requires_grad = false;
 

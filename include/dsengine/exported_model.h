@@ -153,7 +153,8 @@ class ExportedModule : public torch::nn::Module {
   friend std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options);
   ExportedModule();
 
-  const exported::Program& program() const;
+  // The program of the module's mode.
+  exported::Program& program() const;
 
   std::unique_ptr<exported::Program> train_program_;
   std::unique_ptr<exported::Program> eval_program_;  // null: train_program_ serves both modes
