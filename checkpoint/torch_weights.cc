@@ -1,5 +1,6 @@
 #include "checkpoint/torch_weights.h"
 
+#include <algorithm>
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -7,12 +8,15 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/deepspeed/stored_tensors.h"
 #include "checkpoint/pickle/torch_archive.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "core/listed.h"
 #include "core/text.h"
+#include "exported/archive.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -96,10 +100,50 @@ class TorchWeights : public Source {
   int found_ = 0;  // tensors
 };
 
+// The weights of a model of torch.export: what its program reads from Python's state dict.
+class ExportedWeights : public Source {
+ public:
+  explicit ExportedWeights(const std::string& path) : archive_(path) {
+    constexpr const char* kUsual = "model";
+    const std::vector<std::string>& programs = archive_.programs();
+    const bool usual = std::find(programs.begin(), programs.end(), kUsual) != programs.end();
+    require<IoError>(usual || programs.size() == 1, path, ": has the programs ", listed(programs, 10),
+                     "; expected one, or one of the name \"", kUsual, "\"");
+    stored_ = archive_.weights(usual ? kUsual : programs.front());
+    for (const auto& [name, stored] : stored_) {
+      const auto same = std::find_if(stored_.begin(), stored_.end(),
+                                     [&one = stored](const auto& other) { return other.second.is_same(one); });
+      if (same->first == name || !stored.is_parameter) {
+        infos_[weight_path(name)] = {
+            .dtype = stored.dtype, .sizes = stored.sizes, .frozen = stored.is_parameter && !stored.requires_grad};
+      } else {
+        aliases_[weight_path(name)] = weight_path(same->first);
+      }
+    }
+  }
+
+  const std::string& location() const override { return archive_.path(); }
+  const TrainingState& state() const override { return state_; }
+  const std::map<std::string, TensorInfo>& tensors() const override { return infos_; }
+  const std::map<std::string, std::string>& aliases() const override { return aliases_; }
+
+  void read(const std::string& path, int64_t offset, const at::Tensor& destination) override {
+    info(path);
+    archive_.read(stored_.at(name_in(weight_path(""), path)), offset, destination);
+  }
+
+ private:
+  exported::Archive archive_;
+  exported::StoredTensors stored_;
+  std::map<std::string, TensorInfo> infos_;
+  std::map<std::string, std::string> aliases_;
+  TrainingState state_;
+};
+
 }  // namespace
 
 bool is_torch_file(const std::string& path) {
-  constexpr std::array<std::string_view, 4> kNames = {".pt", ".pth", ".ckpt", ".bin"};
+  constexpr std::array<std::string_view, 5> kNames = {".pt", ".pt2", ".pth", ".ckpt", ".bin"};
   const std::string extension = std::filesystem::path(path).extension().string();
   for (const std::string_view name : kNames) {
     if (extension == name) return true;
@@ -112,6 +156,9 @@ bool is_torch_file(const std::string& path) {
   return in.good() && std::string_view(begin.data(), begin.size()) == "PK\3\4";
 }
 
-std::unique_ptr<Source> open_torch_weights(const std::string& path) { return std::make_unique<TorchWeights>(path); }
+std::unique_ptr<Source> open_torch_weights(const std::string& path) {
+  if (exported::is_exported_file(path)) return std::make_unique<ExportedWeights>(path);
+  return std::make_unique<TorchWeights>(path);
+}
 
 }  // namespace ds::checkpoint

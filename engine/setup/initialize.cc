@@ -17,6 +17,7 @@
 #include "core/write_signals.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
+#include "dsengine/exported_model.h"
 #include "dsengine/lr_schedule.h"
 #include "engine/engine_impl.h"
 #include "engine/make_sampler.h"
@@ -261,9 +262,21 @@ void keep_average(ModelState& model, const EmaOptions& options) {
        cat(".ema.decay: ", options.decay)});
 }
 
+// An exported model casts by dtypes that its file has baked (dsengine/exported_model.h).
+void require_exported_dtypes(const torch::nn::Module& model, const config::DsConfig& config) {
+  if (!config.bf16.enabled && !config.fp16.enabled) return;
+  for (const auto& module : model.modules()) {
+    const auto* const exported = dynamic_cast<const ExportedModule*>(module.get());
+    if (exported == nullptr) continue;
+    if (config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
+    if (config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
+  }
+}
+
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
                  StartFiles& files) {
+  require_exported_dtypes(*options.model, config);
   ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.plan.topology.tensor > 1);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.

@@ -192,7 +192,8 @@ std::unique_ptr<Source> open(const std::string& folder);
 // Opens model weights in safetensors files, one file or a folder in Hugging Face's layout, or in a file of torch.save.
 //
 // `path` may be a file of torch.save(model.state_dict(), path) of Python or torch::save(model, path) of LibTorch (.pt,
-// .pth, .bin; torch 1.6 or newer). It is read as data: nothing in it is run. `path` may also be a .safetensors file, or
+// .pth, .bin; torch 1.6 or newer), or of torch.export.save (.pt2). It is read as data: nothing in it is run. `path` may
+// also be a .safetensors file, or
 // a folder with model.safetensors or model.safetensors.index.json ({"weight_map": {tensor: file}}) and the files it
 // names. A folder with both is read as the single file, as Hugging Face does.
 // Every tensor is a weight (the files do not tell buffers apart); aliases() are those that safetensors' save_model()

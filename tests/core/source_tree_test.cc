@@ -28,10 +28,10 @@ const fs::path kRoot = DS_SOURCE_DIR;
 
 // Folder -> level; a folder may include itself and folders of a lower level (docs/design.md, section 4).
 const std::map<std::string, int> kLevels = {
-    {"core", 0},   {"launcher", 1},  {"comm", 1},       {"optim", 1},      {"ops", 1},         {"data", 1},
-    {"zero", 2},   {"offload", 2},   {"recompute", 2},  {"parallel", 2},   {"compression", 2}, {"pipeline", 2},
-    {"layers", 2}, {"profiling", 2}, {"config", 3},     {"checkpoint", 3}, {"model", 4},       {"engine", 5},
-    {"loops", 5},  {"examples", 7},  {"benchmarks", 7}, {"tests", 7},      {"tools", 7},
+    {"core", 0},   {"launcher", 1},  {"comm", 1},      {"optim", 1},      {"ops", 1},         {"data", 1},
+    {"zero", 2},   {"offload", 2},   {"recompute", 2}, {"parallel", 2},   {"compression", 2}, {"pipeline", 2},
+    {"layers", 2}, {"profiling", 2}, {"exported", 2},  {"config", 3},     {"checkpoint", 3},  {"model", 4},
+    {"engine", 5}, {"loops", 5},     {"examples", 7},  {"benchmarks", 7}, {"tests", 7},       {"tools", 7},
 };
 constexpr int kTopLevel = 7;
 
@@ -52,7 +52,7 @@ std::map<std::string, std::string> read_header_list() {
 }
 
 const std::map<std::string, std::string> kPublicHeaders = read_header_list();
-constexpr size_t kMostPublicHeaders = 41;
+constexpr size_t kMostPublicHeaders = 42;
 constexpr int kMostLines = 230;  // of a public header
 // The class that a program calls, whose methods DeepSpeed's names decide, may have more.
 constexpr int kMostLinesOfTheEngine = 299;

@@ -1,0 +1,91 @@
+// The file of torch.export.save (.pt2): the program as JSON, and stored tensors. Nothing in it is run, and its pickles
+// (example inputs, script objects) are not read.
+//
+// A zip file of stored records in one folder: archive_format ("pt2"), archive_version, byteorder, models/NAME.json,
+// data/weights/NAME_weights_config.json and data/constants/NAME_constants_config.json, which say for each name in which
+// record its storage lies, at which offset and with which strides. torch 2.9 and newer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/files/stored_zip.h"
+#include "core/text.h"
+
+namespace ds::exported {
+
+// A parameter, buffer or constant in the file. Counts are in elements.
+struct StoredTensor {
+  std::string record;  // of the archive; two names of one storage have one record
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t offset = 0;
+  std::string device_type;  // of the export: "cpu", "cuda"
+  bool is_parameter = false;
+  bool requires_grad = false;
+
+  int64_t numel() const;
+  // Whether the other one is the same elements: a tied parameter.
+  bool is_same(const StoredTensor& other) const;
+};
+
+using StoredTensors = std::map<std::string, StoredTensor>;
+
+// Whether the file is one of torch.export.save, by its name (".pt2") or the record in it.
+bool is_exported_file(const std::string& path);
+
+// The opened file. Maps it. Safe for concurrent readers.
+class Archive {
+ public:
+  // Throws IoError naming the path and what to do in Python: no such file, damaged, a compiled library, written by
+  // torch 2.8 or older.
+  explicit Archive(const std::string& path);
+
+  const std::string& path() const { return zip_.path(); }
+  // The names of its programs, sorted.
+  const std::vector<std::string>& programs() const { return programs_; }
+  // The JSON of a program. Throws IoError: none of that name, damaged, another major version of the schema.
+  nlohmann::json program(const std::string& name) const;
+  // Parameters and persistent buffers of a program by name; constants and non-persistent buffers. Throw IoError:
+  // damaged, a tensor that does not lie inside its record, one of a subclass or that is not strided.
+  StoredTensors weights(const std::string& program) const;
+  StoredTensors constants(const std::string& program) const;
+
+  // Reads elements [offset, offset + destination.numel()) of the flattened tensor into `destination`, which is
+  // contiguous, on the CPU and may have any dtype (values are converted).
+  void read(const StoredTensor& tensor, int64_t offset, const at::Tensor& destination) const;
+
+  // The bytes of a record, by its name behind the folder ("models/model.json"), for whoever writes the file again.
+  std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }
+  // The folder that all records are in, with its slash.
+  const std::string& folder() const { return folder_; }
+
+  // Throws IoError that begins with the path.
+  template <class... Parts>
+  void require_good(bool condition, const Parts&... parts) const {
+    if (!condition) fail(cat(parts...));
+  }
+  [[noreturn]] void fail(const std::string& what) const;
+
+ private:
+  std::string text(const std::string& name) const;
+  nlohmann::json json(const std::string& name) const;
+  StoredTensors tensors(const std::string& program, const char* kind) const;
+  StoredTensor tensor(const std::string& name, const nlohmann::json& config, const std::string& folder) const;
+  // All elements of the storage, a view of the mapping (or a copy where the file has them unaligned).
+  at::Tensor storage(const StoredTensor& tensor) const;
+
+  StoredZip zip_;
+  std::string folder_;
+  std::vector<std::string> programs_;
+};
+
+}  // namespace ds::exported

@@ -1,0 +1,290 @@
+#include "exported/graph_reader.h"
+
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+
+#include "core/check.h"
+#include "core/shown_text.h"
+#include "core/without_stack.h"
+#include "exported/number_functions.h"
+
+namespace ds::exported {
+namespace {
+
+using nlohmann::json;
+
+// Arguments that say whether the model trains, which export has written down as constants.
+struct ModeArgument {
+  std::string_view op;  // without its overload
+  std::string_view argument;
+};
+constexpr std::array<ModeArgument, 15> kModes = {{{"aten::dropout", "train"},
+                                                  {"aten::dropout_", "train"},
+                                                  {"aten::feature_dropout", "train"},
+                                                  {"aten::feature_dropout_", "train"},
+                                                  {"aten::alpha_dropout", "train"},
+                                                  {"aten::alpha_dropout_", "train"},
+                                                  {"aten::feature_alpha_dropout", "train"},
+                                                  {"aten::native_dropout", "train"},
+                                                  {"aten::rrelu", "training"},
+                                                  {"aten::rrelu_", "training"},
+                                                  {"aten::batch_norm", "training"},
+                                                  {"aten::lstm", "train"},
+                                                  {"aten::gru", "train"},
+                                                  {"aten::rnn_tanh", "train"},
+                                                  {"aten::rnn_relu", "train"}}};
+
+constexpr int kDeepestGraph = 16;
+
+std::string after(const std::string& text, std::string_view start) {
+  return text.starts_with(start) ? text.substr(start.size()) : text;
+}
+
+// The innermost frame of a stack trace: `File "model.py", line 19, in forward: return self.a(x)`.
+std::string last_line(const std::string& stack) {
+  const size_t file = stack.rfind("File \"");
+  if (file == std::string::npos) return {};
+  std::string result;
+  for (const char c : stack.substr(file)) {
+    if (c == '\n' && !result.empty() && result.find(": ") == std::string::npos) {
+      result += ": ";
+    } else if (c == '\n') {
+      break;
+    } else if (c != ' ' || (!result.empty() && result.back() != ' ')) {
+      result += c;
+    }
+  }
+  while (!result.empty() && (result.back() == ' ' || result.back() == ':')) result.pop_back();
+  return shown_text(result, kShownLineBytes);
+}
+
+// The path of the innermost module around a node: of "L__self__,,Gpt;L__self__h.0,h.0,Block" it is "h.0".
+std::string innermost_module(const std::string& stack) {
+  const size_t begin = stack.rfind(';') == std::string::npos ? 0 : stack.rfind(';') + 1;
+  const size_t first = stack.find(',', begin);
+  const size_t second = first == std::string::npos ? first : stack.find(',', first + 1);
+  return second == std::string::npos ? std::string() : shown_text(stack.substr(first + 1, second - first - 1));
+}
+
+std::string text_in(const json& object, const char* key) {
+  const auto found = object.find(key);
+  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
+}
+
+// Slots that nobody reads after a node are its last uses.
+void note_last_uses(Graph& graph) {
+  std::unordered_set<int> live;
+  for (const Argument& output : graph.outputs) live.insert(output.slots.begin(), output.slots.end());
+  for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
+    const auto note = [&](int slot) {
+      if (slot >= 0 && live.insert(slot).second) node->last_uses.push_back(slot);
+    };
+    for (const int slot : node->outputs) note(slot);
+    for (const Argument& argument : node->arguments) std::for_each(argument.slots.begin(), argument.slots.end(), note);
+  }
+}
+
+// The name of a value that an argument of a graph's inputs is; empty: it has none.
+std::string value_name(const json& argument) {
+  if (!argument.is_object() || argument.empty()) return {};
+  const json& value = argument.begin().value();
+  if (!value.is_object()) return {};
+  const std::string name = text_in(value, "name");
+  return name.empty() ? text_in(value, "as_name") : name;
+}
+
+}  // namespace
+
+// The values of one graph by name.
+class GraphReader::Slots {
+ public:
+  // The slot of a value that is there.
+  int find(const std::string& name) const {
+    const auto found = slots_.find(name);
+    require<IoError>(found != slots_.end(), "the value \"", shown_text(name),
+                     "\" is used before it is made; the file "
+                     "is damaged, export the model again");
+    return found->second;
+  }
+  // A slot for a value that is made.
+  int make(const std::string& name) {
+    const auto [place, is_new] = slots_.try_emplace(name, static_cast<int>(slots_.size()));
+    require<IoError>(is_new, "the value \"", shown_text(name),
+                     "\" is made twice; the file is damaged, export the model "
+                     "again");
+    return place->second;
+  }
+  size_t size() const { return slots_.size(); }
+
+ private:
+  std::map<std::string, int> slots_;
+};
+
+size_t GraphReader::read(const json& from) {
+  archive_.require_good(++depth_ <= kDeepestGraph, "graphs more than ", kDeepestGraph, " deep in one another");
+  Graph graph;
+  Slots slots;
+  for (const json& input : from.at("inputs")) {
+    const std::string name = value_name(input);
+    graph.inputs.push_back(name.empty() ? -1 : slots.make(name));
+  }
+  for (const json& node : from.at("nodes")) {
+    // What export has checked of its own tensors: wrong as soon as the model is in another precision.
+    if (text_in(node, "target") == "torch.ops.aten._assert_tensor_metadata.default") continue;
+    graph.nodes.push_back(read_node(node, slots));
+  }
+  const bool is_main = depth_ == 1;
+  const ArgumentContext context{.slot =
+                                    [&](const std::string& name) {
+                                      if (is_main) read_values_.insert(name);
+                                      return slots.find(name);
+                                    },
+                                .graph = [](const json& /*graph*/) -> size_t { throw IoError("a graph is an output"); },
+                                .device_type = device_type_};
+  for (const json& output : from.at("outputs")) graph.outputs.push_back(read_argument(output, context, nullptr));
+  graph.slots = slots.size();
+  note_last_uses(graph);
+  --depth_;
+  if (is_main) program_.exported_in_eval = evaluates_ && !program_.trains;
+  program_.graphs.push_back(std::move(graph));
+  return program_.graphs.size() - 1;
+}
+
+Node GraphReader::read_node(const json& from, Slots& slots) {
+  Node node;
+  node.target = after(from.at("target").get<std::string>(), "torch.ops.");
+  node.name = shown_text(text_in(from, "name"));
+  const json& metadata = from.at("metadata");
+  node.module = innermost_module(text_in(metadata, "nn_module_stack"));
+  node.source = last_line(text_in(metadata, "stack_trace"));
+  const bool is_main = depth_ == 1;
+  const ArgumentContext context{.slot =
+                                    [&](const std::string& name) {
+                                      if (is_main) read_values_.insert(name);
+                                      return slots.find(name);
+                                    },
+                                .graph = [&](const json& graph) { return read(graph); },
+                                .device_type = device_type_};
+  const auto add_arguments = [&](size_t least) {
+    for (const json& in : from.at("inputs")) node.arguments.push_back(read_argument(in.at("arg"), context, nullptr));
+    require<IoError>(node.arguments.size() >= least, "has ", node.arguments.size(), " arguments, expected ", least);
+  };
+  const auto require_graph = [&](size_t i) {
+    require<IoError>(node.arguments[i].kind == Argument::Kind::kGraph, "argument ", i, " has to be a graph");
+  };
+  try {
+    if (node.target == "higher_order.wrap_with_set_grad_enabled") {
+      node.kind = Node::Kind::kSetGrad;
+      add_arguments(2);
+      require_graph(1);
+    } else if (node.target == "higher_order.wrap_with_autocast") {
+      node.kind = Node::Kind::kAutocast;
+      add_arguments(5);
+      require_graph(4);
+    } else if (node.target == "higher_order.cond") {
+      node.kind = Node::Kind::kCond;
+      add_arguments(3);
+      require_graph(1);
+      require_graph(2);
+    } else if (node.target.starts_with("higher_order.")) {
+      throw IoError(
+          "this operator of higher order cannot be trained; supported are cond, torch.no_grad() and "
+          "torch.enable_grad() blocks, and torch.autocast blocks. Write the model without it in Python");
+    } else if (is_number_function(node.target)) {
+      node.kind = Node::Kind::kNumbers;
+      node.function = number_function(node.target);
+      require<IoError>(node.function != nullptr, "this function of sizes is not known; known are ",
+                       known_number_functions());
+      add_arguments(1);
+    } else {
+      find_operator(from, node, context);
+    }
+    node.has_list_output = from.at("outputs").size() == 1 && from.at("outputs").at(0).contains("as_tensors");
+    read_outputs(from, node, slots);
+  } catch (const nlohmann::json::exception&) {
+    throw;
+  } catch (const std::exception& error) {
+    const std::string what = without_stack(error.what());
+    if (what.starts_with(archive_.path())) throw;  // a node of an inner graph
+    archive_.fail(cat(node_in_words(node), ": ", what, line_in_python(node)));
+  }
+  return node;
+}
+
+void GraphReader::find_operator(const json& from, Node& node, const ArgumentContext& context) {
+  const size_t first = node.target.find('.');
+  const size_t last = node.target.rfind('.');
+  require<IoError>(first != std::string::npos && last > first, "expected an operator as \"aten.add.Tensor\"");
+  const std::string name = cat(node.target.substr(0, first), "::", node.target.substr(first + 1, last - first - 1));
+  const std::string overload = node.target.substr(last + 1) == "default" ? "" : node.target.substr(last + 1);
+  node.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  require<IoError>(node.op.has_value(), "LibTorch ", TORCH_VERSION,
+                   " has no such operator; the file was written by torch ", shown_text(program_.torch_version),
+                   name.starts_with("aten::")
+                       ? ". Use a LibTorch that has it, or export the model with an older torch"
+                       : ". An operator of a library has to be registered under this name before "
+                         "the model is loaded: link the library, or open it with dlopen");
+  std::map<std::string, const json*> given;
+  for (const json& in : from.at("inputs")) given[in.at("name").get<std::string>()] = &in.at("arg");
+  for (const c10::Argument& expected : node.op->schema().arguments()) {
+    const auto found = given.find(expected.name());
+    if (found != given.end()) {
+      node.arguments.push_back(read_argument(*found->second, context, expected.type().get()));
+      given.erase(found);
+    } else {
+      require<IoError>(expected.default_value().has_value(), "argument \"", expected.name(),
+                       "\" is missing; its schema is ", node.op->schema());
+      node.arguments.push_back({.kind = Argument::Kind::kConstant, .constant = *expected.default_value()});
+    }
+    note_mode(name, expected.name(), node.arguments.back());
+  }
+  require<IoError>(given.empty(), "argument \"", given.empty() ? "" : shown_text(given.begin()->first),
+                   "\" is not known to this LibTorch, ", TORCH_VERSION, "; its schema is ", node.op->schema(),
+                   ". Export the model with that version of torch");
+  if (node.target == "aten.add_.Tensor" && depth_ == 1) {
+    const json& self = from.at("inputs").at(0).at("arg");
+    node.counts_batches = !program_.baked_mode && batch_counts_.contains(value_name(self));
+  }
+}
+
+// Notes whether the operator trained when it was exported, and what it does in eval().
+void GraphReader::note_mode(const std::string& op, const std::string& name, Argument& argument) {
+  if (argument.kind != Argument::Kind::kConstant) return;
+  if (op == "aten::scaled_dot_product_attention" && name == "dropout_p" && argument.constant.isDouble()) {
+    if (argument.constant.toDouble() == 0) return;  // attention without dropout, or in eval(): nobody can tell
+    program_.trains = true;
+    if (!program_.baked_mode) argument.in_eval = 0.0;
+    return;
+  }
+  const bool has_mode = std::any_of(kModes.begin(), kModes.end(),
+                                    [&](const ModeArgument& mode) { return op == mode.op && name == mode.argument; });
+  if (!has_mode || !argument.constant.isBool()) return;
+  (argument.constant.toBool() ? program_.trains : evaluates_) = true;
+  if (!program_.baked_mode) argument.in_eval = false;
+}
+
+void GraphReader::read_outputs(const json& from, Node& node, Slots& slots) const {
+  for (const json& output : from.at("outputs")) {
+    require<IoError>(output.is_object() && output.size() == 1, "an output has to have one kind");
+    if (output.contains("as_tensors")) {
+      for (const json& tensor : output.at("as_tensors")) {
+        node.outputs.push_back(slots.make(tensor.at("name").get<std::string>()));
+      }
+    } else if (output.contains("as_none")) {
+      node.outputs.push_back(-1);
+    } else {
+      const std::string name = value_name(output);
+      require<IoError>(!name.empty(), "an output of the kind \"", shown_text(output.begin().key()),
+                       "\" cannot be kept");
+      node.outputs.push_back(slots.make(name));
+    }
+  }
+}
+
+}  // namespace ds::exported

@@ -1,0 +1,142 @@
+#include "exported/input_check.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "core/listed.h"
+#include "exported/size_expression.h"
+
+namespace ds::exported {
+namespace {
+
+std::string names_of(const Program& program) {
+  std::vector<std::string> names;
+  for (const ExportedInput& input : program.inputs) names.push_back(input.name);
+  return listed(names, 20);
+}
+
+// Dtypes that take each other's place: casts of a model, and integers that index.
+enum class DtypeKind : uint8_t { kFloating, kComplex, kWhole, kBool };
+
+DtypeKind kind_of(at::ScalarType dtype) {
+  if (dtype == at::kBool) return DtypeKind::kBool;
+  if (c10::isComplexType(dtype)) return DtypeKind::kComplex;
+  return c10::isFloatingType(dtype) ? DtypeKind::kFloating : DtypeKind::kWhole;
+}
+
+std::string in_words(const c10::IValue& value) {
+  if (value.isTensor()) return cat("a tensor ", value.toTensor().sizes());
+  if (value.isNone()) return "None";
+  return cat(value);
+}
+
+// Checks the sizes of all inputs of one call against one another.
+class SizeCheck {
+ public:
+  // A plain symbol has to be the same wherever it is.
+  void bind(const ExportedInput& input, const at::Tensor& x) {
+    for (size_t d = 0; d < input.sizes.size(); ++d) {
+      const ExportedSize& size = input.sizes[d];
+      const int64_t given = x.size(static_cast<int64_t>(d));
+      if (size.symbol.empty()) {
+        require(given == size.least, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
+                " was exported as ", size.least, ", not as a dynamic one (dynamic_shapes of torch.export.export)");
+        continue;
+      }
+      require(given >= size.least && given <= size.most, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ",
+              d, " was exported for ", size.least, " to ", size.most == INT64_MAX ? "any size" : cat(size.most),
+              " (dynamic_shapes of torch.export.export)");
+      if (!is_plain(size.symbol)) continue;
+      const auto [place, is_new] = bound_.try_emplace(size.symbol, given);
+      if (is_new) names_[size.symbol] = cat("dimension ", d, " of \"", input.name, "\"");
+      require(place->second == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
+              " has to be as large as ", names_[size.symbol], ", which is ", place->second);
+    }
+  }
+
+  // What is computed from symbols, when these are known.
+  void check_expressions(const ExportedInput& input, const at::Tensor& x) const {
+    for (size_t d = 0; d < input.sizes.size(); ++d) {
+      const std::string& text = input.sizes[d].symbol;
+      if (text.empty() || is_plain(text)) continue;
+      const std::optional<int64_t> expected = SizeExpression(text).value(bound_);
+      require(!expected || *expected == x.size(static_cast<int64_t>(d)), "forward: \"", input.name, "\" is ", x.sizes(),
+              "; dimension ", d, " was exported as ", SizeExpression(text).in_words(), ", which is ",
+              expected.value_or(0), " for the other sizes");
+    }
+  }
+
+ private:
+  static bool is_plain(const std::string& symbol) { return symbol.find('(') == std::string::npos; }
+
+  std::map<std::string, int64_t> bound_;
+  std::map<std::string, std::string> names_;
+};
+
+}  // namespace
+
+std::vector<c10::IValue> by_position(const Program& program, std::vector<c10::IValue> inputs) {
+  const size_t expected = program.inputs.size();
+  require(inputs.size() <= expected, "forward: expected at most ", expected, " inputs (", names_of(program), "), got ",
+          inputs.size());
+  for (size_t i = inputs.size(); i < expected; ++i) {
+    require(!program.inputs[i].is_tensor, "forward: expected ", expected, " inputs (", names_of(program), "), got ",
+            inputs.size(), "; \"", program.inputs[i].name, "\" is missing");
+    inputs.push_back(program.inputs[i].value);
+  }
+  return inputs;
+}
+
+std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& inputs) {
+  std::vector<c10::IValue> result;
+  for (const ExportedInput& input : program.inputs) {
+    const auto is_it = [&](const auto& given) { return given.first == input.name; };
+    const auto found = std::find_if(inputs.begin(), inputs.end(), is_it);
+    require(found != inputs.end() || !input.is_tensor, "forward: the input \"", input.name, "\" is missing; expected ",
+            names_of(program));
+    require(std::count_if(inputs.begin(), inputs.end(), is_it) <= 1, "forward: the input \"", input.name,
+            "\" is given twice");
+    result.push_back(found == inputs.end() ? input.value : found->second);
+  }
+  for (const auto& [name, value] : inputs) {
+    require(std::any_of(program.inputs.begin(), program.inputs.end(),
+                        [&name = name](const ExportedInput& input) { return input.name == name; }),
+            "forward: no input \"", name, "\"; expected ", names_of(program));
+  }
+  return result;
+}
+
+void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs) {
+  SizeCheck sizes;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const ExportedInput& input = program.inputs[i];
+    if (!input.is_tensor) {
+      const bool equal = input.value.isNone() || inputs[i].isNone() ? input.value.isNone() && inputs[i].isNone()
+                         : input.value.isScalar() && inputs[i].isScalar()
+                             ? input.value.toScalar().equal(inputs[i].toScalar().toDouble())
+                             : input.value.tagKind() == inputs[i].tagKind() && input.value == inputs[i];
+      require(equal, "forward: \"", input.name, "\" was ", in_words(input.value),
+              " when the model was exported, which is baked; found ", in_words(inputs[i]),
+              ". Export the model once more with that value, or make it a tensor");
+      continue;
+    }
+    require(inputs[i].isTensor() && inputs[i].toTensor().defined(), "forward: \"", input.name,
+            "\" has to be a tensor, found ", in_words(inputs[i]));
+    const at::Tensor& x = inputs[i].toTensor();
+    require(kind_of(x.scalar_type()) == kind_of(input.dtype), "forward: \"", input.name, "\" is of dtype ",
+            c10::toString(x.scalar_type()), ", exported as ", c10::toString(input.dtype));
+    require(x.dim() == static_cast<int64_t>(input.sizes.size()), "forward: \"", input.name, "\" is ", x.sizes(),
+            ", exported with ", input.sizes.size(), " dimensions");
+    sizes.bind(input, x);
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (program.inputs[i].is_tensor) sizes.check_expressions(program.inputs[i], inputs[i].toTensor());
+  }
+}
+
+}  // namespace ds::exported

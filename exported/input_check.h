@@ -1,0 +1,20 @@
+// What callers give to an exported program: by name or by position, checked before anything runs.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <vector>
+
+#include "dsengine/exported_model.h"
+#include "exported/program.h"
+
+namespace ds::exported {
+
+// Returns the inputs in the program's order; baked ones that are left out get their values. Throws UsageError.
+std::vector<c10::IValue> by_position(const Program& program, std::vector<c10::IValue> inputs);
+std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& inputs);
+
+// Throws UsageError, naming input and dimension, where the inputs are not what the program was exported for.
+void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs);
+
+}  // namespace ds::exported

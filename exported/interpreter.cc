@@ -1,0 +1,273 @@
+#include "exported/interpreter.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "core/check.h"
+#include "core/shown_text.h"
+#include "core/without_stack.h"
+
+namespace ds::exported {
+namespace {
+
+// The state of a thread inside a `with torch.autocast(device, dtype, enabled, cache)` block of Python.
+class AutocastScope {
+ public:
+  AutocastScope(at::DeviceType device, at::ScalarType dtype, bool enabled, bool cache)
+      : device_(device),
+        was_enabled_(at::autocast::is_autocast_enabled(device)),
+        was_cached_(at::autocast::is_autocast_cache_enabled()),
+        dtype_before_(at::autocast::get_autocast_dtype(device)) {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
+    at::autocast::set_autocast_cache_enabled(cache);
+    at::autocast::increment_nesting();
+  }
+  ~AutocastScope() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(device_, was_enabled_);
+    at::autocast::set_autocast_dtype(device_, dtype_before_);
+    at::autocast::set_autocast_cache_enabled(was_cached_);
+  }
+  AutocastScope(const AutocastScope&) = delete;
+  AutocastScope& operator=(const AutocastScope&) = delete;
+
+ private:
+  at::DeviceType device_;
+  bool was_enabled_;
+  bool was_cached_;
+  at::ScalarType dtype_before_;
+};
+
+using Values = std::vector<c10::IValue>;
+
+class Interpreter {
+ public:
+  Interpreter(const Program& program, bool training, at::Device device)
+      : program_(program), training_(training), device_(device) {}
+
+  Values run_graph(const Graph& graph, Values inputs) const {
+    Values slots(graph.slots);
+    for (size_t i = 0; i < graph.inputs.size(); ++i) {
+      if (graph.inputs[i] >= 0) slots[static_cast<size_t>(graph.inputs[i])] = std::move(inputs[i]);
+    }
+    inputs.clear();
+    torch::jit::Stack stack;
+    for (const Node& node : graph.nodes) {
+      stack.clear();
+      for (const Argument& argument : node.arguments) stack.push_back(value_of(argument, slots));
+      // In eval() an in-place addition to BatchNorm's count leaves the count as it is.
+      if (!node.counts_batches || training_) {
+        call(node, stack);
+      } else {
+        stack.resize(1);
+      }
+      store(node, stack, slots);
+      for (const int slot : node.last_uses) slots[static_cast<size_t>(slot)] = c10::IValue();
+    }
+    Values outputs;
+    for (const Argument& output : graph.outputs) outputs.push_back(value_of(output, slots));
+    return outputs;
+  }
+
+ private:
+  c10::IValue value_of(const Argument& argument, const Values& slots) const {
+    using enum Argument::Kind;
+    const auto slot = [&](int index) -> const c10::IValue& { return slots[static_cast<size_t>(index)]; };
+    switch (argument.kind) {
+      case kConstant:
+        return argument.in_eval && !training_ ? *argument.in_eval : argument.constant;
+      case kSlot:
+        return slot(argument.slots[0]);
+      case kWrappedNumber: {
+        at::Tensor number = c10::scalar_to_tensor(slot(argument.slots[0]).toScalar());
+        number.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return number;
+      }
+      case kDevice:
+        return device_;
+      case kTensors:
+        return list_of<at::Tensor>(argument, [&](size_t i) { return slot(argument.slots[i]).toTensor(); });
+      case kOptionalTensors:
+        return list_of<std::optional<at::Tensor>>(argument, [&](size_t i) {
+          return argument.slots[i] < 0 ? std::nullopt : std::make_optional(slot(argument.slots[i]).toTensor());
+        });
+      case kInts:
+        return list_of<int64_t>(argument, [&](size_t i) {
+          return argument.slots[i] < 0 ? argument.values[i].toInt() : slot(argument.slots[i]).toInt();
+        });
+      case kFloats:
+        return list_of<double>(argument, [&](size_t i) {
+          return (argument.slots[i] < 0 ? argument.values[i] : slot(argument.slots[i])).toScalar().toDouble();
+        });
+      case kGraph:
+        break;
+    }
+    return {};  // a graph is run by the node that has it
+  }
+
+  template <class Element, class Make>
+  static c10::IValue list_of(const Argument& argument, const Make& make) {
+    c10::List<Element> list;
+    list.reserve(argument.slots.size());
+    for (size_t i = 0; i < argument.slots.size(); ++i) list.push_back(make(i));
+    return list;
+  }
+
+  // Leaves the results of a node in the place of its arguments.
+  void call(const Node& node, torch::jit::Stack& stack) const {
+    try {
+      switch (node.kind) {
+        case Node::Kind::kOperator:
+          node.op->callBoxed(&stack);
+          break;
+        case Node::Kind::kNumbers:
+          stack = {node.function(stack)};
+          break;
+        case Node::Kind::kSetGrad: {
+          const c10::AutoGradMode mode(stack.at(0).toBool());
+          stack = run_inner(node, 1, stack, 2);
+          break;
+        }
+        case Node::Kind::kAutocast: {
+          const at::ScalarType dtype =
+              stack.at(1).isNone() ? at::autocast::get_autocast_dtype(device_.type()) : stack.at(1).toScalarType();
+          const AutocastScope scope(device_.type(), dtype, stack.at(2).toBool(),
+                                    stack.at(3).isNone() || stack.at(3).toBool());
+          stack = run_inner(node, 4, stack, 5);
+          break;
+        }
+        case Node::Kind::kCond: {
+          const bool yes = stack.at(0).isTensor() ? stack.at(0).toTensor().item().toBool() : stack.at(0).toBool();
+          stack = run_inner(node, yes ? 1 : 2, stack, 3);
+          break;
+        }
+      }
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const c10::Error& error) {
+      fail(node, without_stack(error.what_without_backtrace()));
+    } catch (const UsageError& error) {
+      fail(node, error.what());
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail(node, error.what());
+    }
+  }
+
+  // Runs the graph that is argument `graph` with the arguments from `first` on, lists of them opened.
+  Values run_inner(const Node& node, size_t graph, const torch::jit::Stack& stack, size_t first) const {
+    Values given;
+    for (size_t i = first; i < stack.size(); ++i) {
+      if (stack[i].isTensorList()) {
+        for (const at::Tensor& tensor : stack[i].toTensorVector()) given.emplace_back(tensor);
+      } else {
+        given.push_back(stack[i]);
+      }
+    }
+    const Graph& inner = program_.graphs[node.arguments[graph].graph];
+    require(given.size() == inner.inputs.size(), "expected ", inner.inputs.size(), " inputs of its graph, found ",
+            given.size());
+    return run_graph(inner, std::move(given));
+  }
+
+  void store(const Node& node, torch::jit::Stack& stack, Values& slots) const {
+    if (node.has_list_output && stack.size() == 1 && stack[0].isTensorList()) {
+      const Values list(stack[0].toListRef().begin(), stack[0].toListRef().end());
+      stack = list;
+    }
+    if (stack.size() < node.outputs.size()) {
+      fail(node, cat("gave ", stack.size(), " results, the file has ", node.outputs.size(), " names for them"));
+    }
+    for (size_t i = 0; i < node.outputs.size(); ++i) {
+      if (node.outputs[i] >= 0) slots[static_cast<size_t>(node.outputs[i])] = std::move(stack[i]);
+    }
+    stack.clear();
+  }
+
+  [[noreturn]] void fail(const Node& node, const std::string& what) const {
+    // An inner graph's node has said it already.
+    if (what.starts_with(program_.path)) throw UsageError(what);
+    throw UsageError(cat(program_.path, ": ", node_in_words(node), ": ", what, line_in_python(node)));
+  }
+
+  const Program& program_;
+  bool training_;
+  at::Device device_;
+};
+
+// The tensor whose device and dtype constants follow: the first floating-point parameter, else the first tensor.
+const at::Tensor* leading_tensor(const Program& program) {
+  for (const LiftedTensor& lifted : program.lifted) {
+    if (lifted.kind == LiftedTensor::Kind::kParameter && lifted.value.is_floating_point()) return &lifted.value;
+  }
+  return program.lifted.empty() ? nullptr : &program.lifted.front().value;
+}
+
+at::Device device_of(const Program& program, const Values& inputs) {
+  if (const at::Tensor* const leading = leading_tensor(program)) return leading->device();
+  for (const c10::IValue& input : inputs) {
+    if (input.isTensor()) return input.toTensor().device();
+  }
+  return at::kCPU;
+}
+
+// Moves what is not registered in the module to where the module's parameters are, as Module::to() moves these.
+void follow_parameters(Program& program, at::Device device) {
+  const at::Tensor* const leading = leading_tensor(program);
+  if (leading == nullptr) return;
+  const at::NoGradGuard no_grad;
+  for (LiftedTensor& lifted : program.lifted) {
+    using enum LiftedTensor::Kind;
+    if (lifted.kind == kParameter || lifted.kind == kBuffer) continue;
+    // Python's Module.to(dtype) casts buffers, and no other tensors.
+    const bool casts =
+        lifted.kind == kNonPersistent && lifted.value.scalar_type() == program.dtype && leading->is_floating_point();
+    const at::ScalarType dtype = casts ? leading->scalar_type() : lifted.value.scalar_type();
+    if (lifted.value.device() == device && lifted.value.scalar_type() == dtype) continue;
+    lifted.value.set_data(lifted.value.to(device, dtype));
+  }
+}
+
+}  // namespace
+
+std::string node_in_words(const Node& node) {
+  return cat("node \"", node.name, "\" (", node.target,
+             node.module.empty() ? "" : cat(", in module \"", node.module, "\""), ")");
+}
+
+std::string line_in_python(const Node& node) {
+  return node.source.empty() ? std::string() : cat("\nin Python: ", node.source);
+}
+
+std::vector<c10::IValue> run(Program& program, const std::vector<c10::IValue>& inputs, bool training) {
+  const at::Device device = device_of(program, inputs);
+  follow_parameters(program, device);
+  const auto source = [&](const InputSource& from) -> c10::IValue {
+    return from.is_lifted ? c10::IValue(program.lifted[from.index].value) : inputs[from.index];
+  };
+  Values all;
+  all.reserve(program.sources.size());
+  for (const InputSource& from : program.sources) all.push_back(source(from));
+  Values outputs = Interpreter(program, training, device).run_graph(program.main(), std::move(all));
+  for (const Mutation& mutation : program.mutations) {
+    const at::NoGradGuard no_grad;
+    source(mutation.target).toTensor().copy_(outputs[mutation.output].toTensor());
+  }
+  Values result;
+  for (const size_t i : program.user_outputs) result.push_back(std::move(outputs[i]));
+  return result;
+}
+
+}  // namespace ds::exported

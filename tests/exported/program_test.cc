@@ -1,0 +1,169 @@
+// The pieces of an exported program: sizes, names, inputs, modes, and what is said of what cannot be run.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "dsengine/engine.h"
+#include "dsengine/exported_model.h"
+#include "exported/number_functions.h"
+#include "exported/size_expression.h"
+#include "exported/tree_names.h"
+#include "tests/support/thrown.h"
+
+namespace ds::exported {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+std::string data(const std::string& name) {
+  return std::string(DS_SOURCE_DIR) + "/tests/exported/data/" + name + ".pt2";
+}
+
+c10::IValue computed(const std::string& name, const std::vector<c10::IValue>& numbers) {
+  return number_function(name)(numbers);
+}
+
+TEST(ExportedSizes, ExpressionsAreThoseOfSympy) {
+  const SizeExpression plain("Symbol('s77', positive=True, integer=True)");
+  EXPECT_EQ(plain.symbol(), "s77");
+  EXPECT_EQ(plain.value({{"s77", 6}}), 6);
+  EXPECT_EQ(plain.value({}), std::nullopt);
+  const SizeExpression sum("Add(Mul(Integer(2), Symbol('s0', integer=True)), Integer(-1))");
+  EXPECT_EQ(sum.symbol(), "");
+  EXPECT_EQ(sum.value({{"s0", 5}}), 9);
+  EXPECT_EQ(sum.in_words(), "2*s0 + -1");
+  EXPECT_EQ(SizeExpression("FloorDiv(Symbol('s0', integer=True), Integer(0))").value({{"s0", 5}}), std::nullopt);
+}
+
+TEST(ExportedSizes, WhatIsNoExpressionIsTold) {
+  const auto said = [](const std::string& text) { return test::thrown_by<IoError>([&] { SizeExpression{text}; }); };
+  EXPECT_THAT(said("Sin(Integer(2))"), HasSubstr("unknown function \"Sin\""));
+  EXPECT_THAT(said("Add(Integer(2)"), HasSubstr("has no \",\""));
+  EXPECT_THAT(said("Symbol('s0"), HasSubstr("does not end"));
+  EXPECT_THAT(said(""), HasSubstr("has no number or symbol"));
+  EXPECT_THAT(said("Integer(1))"), HasSubstr("goes on behind its end"));
+  std::string deep;
+  for (int i = 0; i < 1000; ++i) deep += "Add(";
+  EXPECT_THAT(said(deep), HasSubstr("too many brackets"));
+}
+
+TEST(ExportedSizes, FunctionsComputeAsPython) {
+  EXPECT_EQ(computed("_operator.floordiv", {int64_t{-7}, int64_t{2}}).toInt(), -4);
+  EXPECT_EQ(computed("_operator.mod", {int64_t{-7}, int64_t{2}}).toInt(), 1);
+  EXPECT_EQ(computed("_operator.truediv", {int64_t{7}, int64_t{2}}).toDouble(), 3.5);
+  EXPECT_EQ(computed("_operator.pow", {int64_t{3}, int64_t{4}}).toInt(), 81);
+  EXPECT_EQ(computed("_operator.mul", {int64_t{3}, 0.5}).toDouble(), 1.5);
+  EXPECT_EQ(computed("torch.sym_max", {int64_t{3}, int64_t{4}}).toInt(), 4);
+  EXPECT_EQ(computed("math.ceil", {2.1}).toInt(), 3);
+  EXPECT_TRUE(computed("_operator.ge", {int64_t{4}, int64_t{4}}).toBool());
+  EXPECT_THROW(computed("_operator.floordiv", {int64_t{1}, int64_t{0}}), UsageError);
+  EXPECT_EQ(number_function("math.lgamma"), nullptr);
+  EXPECT_TRUE(is_number_function("math.lgamma"));
+}
+
+TEST(ExportedNames, LeavesAreNamedByTheirContainers) {
+  const std::string leaf = R"({"type": null, "context": null, "children_spec": []})";
+  const std::string pair =
+      R"({"type": "builtins.tuple", "context": "null", "children_spec": [)" + leaf + "," + leaf + "]}";
+  const std::string outputs = R"([1, {"type": "builtins.dict", "context": "[\"loss\", \"past\"]", "children_spec": [)" +
+                              leaf + "," + pair + "]}]";
+  EXPECT_THAT(output_names(outputs), ElementsAre("loss", "past.0", "past.1"));
+  EXPECT_THAT(output_names("[1, " + leaf + "]"), ElementsAre("0"));
+  EXPECT_THAT(output_names("no json"), ElementsAre());
+  const std::string arguments = R"({"type": "builtins.tuple", "context": "null", "children_spec": [)" + leaf + "]}";
+  const std::string keywords = R"({"type": "builtins.dict", "context": "[\"mask\"]", "children_spec": [)" + leaf + "]}";
+  const std::string both =
+      R"([1, {"type": "builtins.tuple", "context": "null", "children_spec": [)" + arguments + "," + keywords + "]}]";
+  EXPECT_THAT(input_names(both, {"x"}), ElementsAre("x", "mask"));
+}
+
+TEST(ExportedInputsTest, AreCheckedBeforeAnythingRuns) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("mlp"));
+  ASSERT_EQ(model->inputs().size(), 1U);
+  const ExportedInput& input = model->inputs()[0];
+  ASSERT_EQ(input.sizes.size(), 2U);
+  EXPECT_FALSE(input.sizes[0].symbol.empty());
+  const int64_t width = input.sizes[1].least;
+  const auto said = [&](const ExportedInputs& inputs) {
+    return test::thrown_by<UsageError>([&] { model->forward(inputs); });
+  };
+  EXPECT_THAT(said({{input.name, at::zeros({4, width + 1})}}),
+              AllOf(HasSubstr("forward: \"" + input.name + "\" is [4, " + std::to_string(width + 1) + "]"),
+                    HasSubstr("not as a dynamic one")));
+  EXPECT_THAT(said({{input.name, at::zeros({width})}}), HasSubstr("exported with 2 dimensions"));
+  EXPECT_THAT(said({{input.name, at::zeros({4, width}, at::kLong)}}), HasSubstr("is of dtype Long, exported as Float"));
+  EXPECT_THAT(said({{"y", at::zeros({4, width})}}), HasSubstr("the input \"" + input.name + "\" is missing"));
+  EXPECT_THAT(said({{input.name, at::zeros({4, width})}, {"y", 1}}), HasSubstr("no input \"y\""));
+  EXPECT_EQ(model->forward(at::zeros({6, width})).size(0), 6);
+}
+
+TEST(ExportedMode, EvalDropsNothingAndCountsNoBatches) {
+  const std::shared_ptr<ExportedModule> mlp = load_exported(data("mlp"));
+  const at::Tensor x = at::ones({8, mlp->inputs()[0].sizes[1].least});
+  EXPECT_FALSE(mlp->forward(x).equal(mlp->forward(x))) << "dropout draws in train()";
+  mlp->eval();
+  EXPECT_TRUE(mlp->forward(x).equal(mlp->forward(x)));
+
+  const std::shared_ptr<ExportedModule> resnet = load_exported(data("resnet"));
+  const auto counts = [&] {
+    int64_t sum = 0;
+    for (const auto& item : resnet->named_buffers()) {
+      if (item.key().ends_with("num_batches_tracked")) sum += item.value().item<int64_t>();
+    }
+    return sum;
+  };
+  std::vector<int64_t> sizes = {4};
+  for (size_t d = 1; d < resnet->inputs()[0].sizes.size(); ++d) sizes.push_back(resnet->inputs()[0].sizes[d].least);
+  const int64_t before = counts();
+  resnet->forward(at::ones(sizes));
+  const int64_t trained = counts();
+  EXPECT_GT(trained, before);
+  resnet->eval();
+  resnet->forward(at::ones(sizes));
+  EXPECT_EQ(counts(), trained);
+}
+
+TEST(ExportedMode, AProgramOfTrainIsNoneForEval) {
+  EXPECT_THAT(test::thrown_by<IoError>([] { load_exported(data("mlp"), {.eval = data("mlp")}); }),
+              HasSubstr("was exported in train(), and is named as the program for eval()"));
+  EXPECT_THAT(test::thrown_by<IoError>([] { load_exported(data("mlp"), {.eval = data("lstm")}); }),
+              HasSubstr("export both from one model"));
+}
+
+TEST(ExportedMeta, HasNoMemoryAndItsValuesComeFromTheFile) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"), {.meta = true});
+  const std::shared_ptr<ExportedModule> full = load_exported(data("gpt"));
+  for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
+  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
+  const auto started = engine::initialize({.model = model, .config = config, .weights = data("gpt")});
+  std::map<std::string, at::Tensor> expected;
+  for (const auto& item : full->named_parameters()) expected[item.key()] = item.value();
+  for (const auto& [name, value] : started.engine->module_state_dict()) {
+    if (expected.contains(name)) EXPECT_TRUE(value.equal(expected[name])) << name;
+  }
+  model->eval();
+  full->eval();
+  const at::Tensor tokens = at::arange(8, at::kLong).view({2, 4});
+  EXPECT_TRUE(model->forward(tokens).equal(full->forward(tokens)));
+}
+
+TEST(ExportedDtype, BakedOnesAreToldWithPythonsLine) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("hf_llama"));
+  EXPECT_NO_THROW(model->require_dtype(at::kFloat, "bf16.enabled"));
+  EXPECT_THAT(test::thrown_by<ConfigError>([&] { model->require_dtype(at::kBFloat16, "bf16.enabled"); }),
+              AllOf(HasSubstr("bf16.enabled: "), HasSubstr("was exported in Float"), HasSubstr("torch_autocast"),
+                    HasSubstr("in Python: File \"")));
+  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"bf16", {{"enabled", true}}}};
+  EXPECT_THROW(engine::initialize({.model = model, .config = config}), ConfigError);
+}
+
+}  // namespace
+}  // namespace ds::exported
