@@ -103,10 +103,10 @@ class Ladder:
         shutil.copy(f"{self.source}/tests/exported/data/hf_gpt2.pt2", model)
         tokens = [(i + t * (1 + i % 3)) % 32 for i in range(64) for t in range(8)]
         write_tokens(data, {"input_ids": tokens, "labels": tokens}, [64, 8])
-        for argument in (model, f"{self.scratch}/hf_gpt2.trained.pt2"):
-            loss = losses(self.run("exported", "train_exported", argument, data))
-            check(loss[100] < loss[1] - 0.5, "the loss falls", loss)
-        check(loss[1] < 3, "the second start goes on from the weights of the first; an untrained model has log 32 = 3.5", loss)
+        loss = losses(self.run("exported", "train_exported", model, data))
+        check(loss[100] < loss[1] - 0.5, "the loss falls", loss)
+        again = losses(self.run("exported", "train_exported", f"{self.scratch}/hf_gpt2.trained.pt2", data, "--steps", "1"))
+        check(again[1] < loss[1] - 0.5, "the second start goes on from the weights that the first has written", again)
 
 
 def write_tokens(path, tensors, shape):
