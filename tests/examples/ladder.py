@@ -3,9 +3,11 @@
 
   ladder.py EXAMPLE BUILD-FOLDER SCRATCH-FOLDER SOURCE-FOLDER
 """
+import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -100,6 +102,29 @@ class Ladder:
             check(loss[40] < loss[10], "the loss falls", loss)
             check(int(re.search(r"holds (\d+) KiB", text).group(1)) < 500, "half of 210,240 parameters of 4 bytes", text)
         check(loss[10] < 1, "the third start goes on from the checkpoint of the second", loss)
+
+    def train_exported(self):
+        os.makedirs(self.scratch, exist_ok=True)
+        model, data = f"{self.scratch}/hf_gpt2.pt2", f"{self.scratch}/tokens.safetensors"
+        shutil.copy(f"{self.source}/tests/exported/data/hf_gpt2.pt2", model)
+        tokens = [(i + t * (1 + i % 3)) % 32 for i in range(64) for t in range(8)]
+        write_tokens(data, {"input_ids": tokens, "labels": tokens}, [64, 8])
+        loss = losses(self.run("exported", "train_exported", model, data))
+        check(loss[100] < loss[1] - 0.5, "the loss falls", loss)
+        again = losses(self.run("exported", "train_exported", f"{self.scratch}/hf_gpt2.trained.pt2", data, "--steps", "1"))
+        check(again[1] < loss[1] - 0.5, "the second start goes on from the weights that the first has written", again)
+
+
+def write_tokens(path, tensors, shape):
+    """A safetensors file of int64 tensors of one shape."""
+    size = 8 * len(next(iter(tensors.values())))
+    header = json.dumps({name: {"dtype": "I64", "shape": shape, "data_offsets": [size * i, size * (i + 1)]}
+                         for i, name in enumerate(tensors)}).encode()
+    header += b" " * (-len(header) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for values in tensors.values():
+            file.write(struct.pack(f"<{len(values)}q", *values))
 
 
 def losses(text):

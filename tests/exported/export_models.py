@@ -3,7 +3,7 @@
 
   tests/exported/export_models.py [NAME...]
 
-Needs torch 2.11 and, for the hf_ ones, transformers 4.57: scripts/install_peers prints an interpreter that has both.
+Needs torch 2.11 and, for the hf_ ones, transformers 5.17: scripts/install_peers prints an interpreter that has both.
 
 NAME.json: `inputs` and `target` as in models.py; `eval`, the first values of the output in eval() on the batch of step 0,
 before training; `losses` of 20 steps; `first_gradients`, norms of the gradients of step 0; then, after the last step,

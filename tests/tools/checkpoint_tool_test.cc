@@ -395,6 +395,24 @@ TEST_F(CheckpointToolTest, TensorsInParts) {
             test::file_text(folder_ / "uni/split/zero/wte.weight/exp_avg.pt"));
 }
 
+TEST(CheckpointToolExported, ShowsInputsTensorsAndOperators) {
+  const std::string data = std::string(DS_SOURCE_DIR) + "/tests/exported/data/";
+  const Outcome gpt = run_tool({"inspect", data + "gpt.pt2", "--tensors"});
+  EXPECT_EQ(gpt.code, 0) << gpt.err;
+  EXPECT_THAT(gpt.out, ContainsRegex("Program \"model\", exported by torch 2.11.0[^,]*, schema 8.17"));
+  EXPECT_THAT(gpt.out, ContainsRegex("tokens +Long +\\[s[0-9]+: 2 to 1024, s[0-9]+: 2 to 16\\]"));
+  EXPECT_THAT(gpt.out, ContainsRegex("parameters, Float +29 "));
+  EXPECT_THAT(gpt.out, ContainsRegex("wte.weight +is head.weight"));
+  EXPECT_THAT(gpt.out, ContainsRegex("aten.scaled_dot_product_attention.default +2"));
+  EXPECT_THAT(gpt.out, ContainsRegex("h.1.fc.weight +Float +\\[64,16\\]"));
+  EXPECT_THAT(gpt.out, Not(HasSubstr("not in this LibTorch")));
+  const Outcome llama = run_tool({"inspect", data + "hf_llama.pt2", "--json"});
+  ASSERT_EQ(llama.code, 0) << llama.err;
+  const auto report = nlohmann::json::parse(llama.out).at("programs").at(0);
+  EXPECT_EQ(report.at("outputs"), nlohmann::json({"loss", "logits"}));
+  EXPECT_EQ(report.at("inputs").at(1).at("name"), "labels");
+}
+
 TEST(CheckpointToolText, SizesReadAndShown) {
   EXPECT_EQ(parsed_bytes("5GB"), 5'000'000'000);
   EXPECT_EQ(parsed_bytes("1.5 MB"), 1'500'000);

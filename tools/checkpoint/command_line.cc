@@ -1,11 +1,13 @@
 #include "tools/checkpoint/command_line.h"
 
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <string>
 
 #include "core/check.h"
 #include "core/shown_text.h"
 #include "dsengine/checkpoint.h"
+#include "exported/archive.h"
 #include "launcher/command_line/number_flags.h"
 #include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/location.h"
@@ -14,13 +16,15 @@
 namespace ds::checkpoint::tool {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr int kFine = 0;
 constexpr int kDiffers = 1;
 constexpr int kFailed = 2;
 constexpr int kMostRanks = 1 << 20;
 constexpr const char* kPathHelp =
     "A save_dir (its `latest` tag), one tag in dsengine's or DeepSpeed's format, a folder of safetensors weights, or a "
-    ".safetensors file";
+    ".safetensors file; `inspect` also takes a .pt2 of torch.export";
 
 struct Arguments {
   std::string path, other;
@@ -75,6 +79,11 @@ void add_convert(CLI::App& app, Arguments& arguments) {
 }
 
 int execute(const CLI::App& app, Arguments& arguments, std::ostream& out) {
+  if (app.got_subcommand("inspect") && fs::is_regular_file(arguments.path) &&
+      exported::is_exported_file(arguments.path)) {
+    inspect_exported(arguments.path, arguments.inspect, out);
+    return kFine;
+  }
   const Location location = locate(arguments.path);
   if (app.got_subcommand("verify")) return verify_and_print(location, out) ? kFine : kDiffers;
   const std::unique_ptr<Source> source = open(location.folder);

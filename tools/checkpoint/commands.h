@@ -21,6 +21,11 @@ struct InspectOptions {
 // program's own state. Throws IoError.
 void inspect(const Source& source, const Location& location, const InspectOptions& options, std::ostream& out);
 
+// Prints what a .pt2 of torch.export holds: inputs and their dynamic sizes, outputs, tensors by kind and dtype, tied
+// parameters, operators with their calls and whether LibTorch has them, and why load_exported() refuses it, if so.
+// Throws IoError.
+void inspect_exported(const std::string& path, const InspectOptions& options, std::ostream& out);
+
 // Checks whether a checkpoint is complete and whole, prints each damage and returns whether there was none. In
 // dsengine's format every byte is compared with the checksums of the index. Other formats have no checksums: their
 // structure is checked and every tensor is read. Throws IoError for a path that holds no checkpoint.
