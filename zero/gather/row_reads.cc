@@ -29,7 +29,7 @@ std::string reason_against(const at::Tensor& rows, int64_t count) {
 at::Tensor RowReads::read(size_t bucket, const at::Tensor& rows) {
   constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
   const LiveBuckets::Entry& entry = buckets_[bucket];
-  if (!entry.is_read_by_rows()) return {};
+  if (!entry.is_read_by_rows() || !entry.bucket->storage().is_here(/*position=*/0)) return {};
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   digest_ = (digest_ * kMixing + bucket + 1) * kMixing + static_cast<uint64_t>(buckets_.counts().started);

@@ -28,8 +28,9 @@ class RowReads {
   RowReads(const LiveBuckets& buckets, comm::Communicator& ranks) : buckets_(buckets), ranks_(ranks) {}
 
   // Returns the rows of a table, [k, width], from the ranks that own them. `rows`: [k] int64, ascending, each once.
-  // Undefined where the table is full at the moment, on all ranks: it is to be read there. Collective; throws
-  // CommError, and UsageError on all ranks where one of them names a row that the table does not have.
+  // Undefined where the table is full at the moment, or the program has given it other memory, on all ranks: it is to
+  // be read there. Collective; throws CommError, and UsageError on all ranks where one of them names a row that the
+  // table does not have.
   at::Tensor read(size_t bucket, const at::Tensor& rows);
   // Returns a digest of the reads since the last call, in their order, also among the gathers: equal on ranks that have
   // met in the same ones.
