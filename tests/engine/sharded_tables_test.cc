@@ -6,7 +6,9 @@
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/ema.h"
 #include "dsengine/engine.h"
+#include "dsengine/zero.h"
 #include "tests/engine/row_net.h"
 #include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
@@ -158,6 +160,41 @@ TEST(ShardedTables, AViewFromAScopeKeepsItsGraphAtStage3) {
       return copy_of(engine->fp32_state_dict());
     };
     EXPECT_LE(largest_difference(weights(true), weights(false)), 1e-6);
+  });
+}
+
+// All ranks read the same rows, and compare with a table that is whole.
+TEST(ShardedTables, AreSlicedWhileTheyAreBuiltAndAveraged) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    constexpr EmaOptions kAverage = {.decay = 0.5};
+    const auto train = [](Engine& engine, RowNet& model) {
+      for (int64_t micro = 0; micro < 3 * kRowMicroBatches; ++micro) {
+        engine.backward(model->loss(micro, 0));
+        engine.step();
+      }
+    };
+    RowNet whole;
+    const auto expected = initialize({.model = whole.ptr(),
+                                      .config = row_config(1, "Adagrad"),
+                                      .ema = kAverage,
+                                      .communicator = borrowed(communicator)})
+                              .engine;
+    train(*expected, whole);
+    zero::Init init(borrowed(communicator), {.max_live = 0, .smallest = 32});
+    RowNet model;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = row_config(3, "Adagrad"), .ema = kAverage, .init = &init}).engine;
+    train(*engine, model);
+    EXPECT_LE(largest_difference(copy_of(engine->fp32_state_dict()), copy_of(expected->fp32_state_dict())), 1e-6);
+    const State averages = copy_of(ema_state_dict(expected));
+    EXPECT_LE(largest_difference(copy_of(ema_state_dict(engine)), averages), 1e-6);
+    const at::Tensor rows = torch::tensor({9, 30, 9, 180}, torch::kLong);
+    {
+      const EmaScope averaged(engine);
+      EXPECT_TRUE(model->words(rows).allclose(averages.at("words.weight").index_select(0, rows), 1e-5, 1e-6));
+    }
+    expected->synchronize_parameters();
+    EXPECT_TRUE(model->words(rows).allclose(whole->words->weight.index_select(0, rows), 1e-5, 1e-6));
   });
 }
 
