@@ -108,11 +108,17 @@ int64_t offloaded_elements(const MemoryQuestion& question, const std::vector<int
   return elements;
 }
 
-int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& all) {
+// Returns the buckets of `all` that are no row-wise tables: only these are gathered, and have buffers of gradients.
+std::vector<int64_t> without_tables(const MemoryQuestion& question, const std::vector<int64_t>& all) {
   std::vector<int64_t> buckets;
   for (size_t b = 0; b < all.size(); ++b) {
     if (b >= question.row_wise.size() || question.row_wise[b] == 0) buckets.push_back(all[b]);
   }
+  return buckets;
+}
+
+int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& all) {
+  const std::vector<int64_t> buckets = without_tables(question, all);
   const int64_t offloaded = offloaded_elements(question, buckets);
   if (question.stage < 2 || (question.dp == 1 && offloaded == 0)) return sum(buckets);
   TransientBuckets transient(buckets);
@@ -261,8 +267,9 @@ StepBytes predict_step(const MemoryQuestion& question) {
   require_valid(question);
   if (!question.gather) return {};
   const GatherLimits& limits = *question.gather;
-  const std::vector<int64_t> buckets = buckets_of(question);
-  const int64_t trainable = sum(buckets) - persistent_elements(question, buckets);
+  const std::vector<int64_t> all_buckets = buckets_of(question);
+  const std::vector<int64_t> buckets = without_tables(question, all_buckets);
+  const int64_t trainable = sum(buckets) - persistent_elements(question, all_buckets);
   int64_t largest = question.largest_frozen_bucket;
   for (const int64_t bucket : buckets) largest = std::max(largest, bucket);
   const int64_t all = trainable + question.frozen_elements;

@@ -286,7 +286,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
-  const std::vector<int64_t> row_widths = choose_row_wise_tables(model, config, parameters, groups);
+  const std::vector<int64_t> row_widths = choose_row_wise_tables(model, parameters, groups);
   const std::string settings =
       settings_text(options, config, files, parameters, groups) + row_wise_lines(row_widths, parameters);
   require_same_setup(model, options, config, settings, parameters);

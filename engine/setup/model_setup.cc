@@ -122,6 +122,9 @@ void make_access(ModelState& model) {
       buckets, zero::GatherRoutes{*groups.parameters, groups.node.get(), model.plan.weight_bits}, *model.plan.gather);
   model.gatherer = gatherer.get();
   model.access = std::move(gatherer);
+  const bool any_table = std::any_of(model.buckets.begin(), model.buckets.end(),
+                                     [](const auto& bucket) { return bucket.layout().row_width > 0; });
+  if (any_table) model.row_tables = std::make_shared<RowTables>(model);
 }
 
 zero::StoredSlice stored_slice(const zero::ParameterBucket& bucket) {

@@ -54,10 +54,21 @@ std::string reason_of_optimizer(const ModelState& model) {
              " without momentum and weight decay leave them as they are");
 }
 
+// Returns why the rows of no table can be sharded at stage 3; empty: they can.
+std::string reason_of_gathers(const Plan& plan) {
+  if (plan.offload.parameters != zero::Home::kDevice) return "offload_param keeps slices that rows are not read from";
+  if (plan.node_ranks > 1) return "zero_hpz_partition_size keeps parts of whole buckets in a node";
+  if (plan.weight_bits > 0) return "zero_quantized_weights sends whole buckets in 8 bits";
+  return {};
+}
+
 // Returns why no table of the model is row-wise; empty: they may be.
-std::string reason_of_model(const ModelState& model, const config::DsConfig& config) {
+std::string reason_of_model(const ModelState& model) {
   const Plan& plan = model.plan;
-  if (config.zero_optimization.stage == 3) return "zero_optimization.stage: 3 gathers whole buckets";
+  if (plan.gather) {
+    const std::string reason = reason_of_gathers(plan);
+    if (!reason.empty()) return reason;
+  }
   if (plan.pipeline) return "the model is a pipeline";
   if (plan.topology.tensor > 1) return "tensor_parallel.autotp_size cuts the model";
   if (plan.topology.dp != plan.shard_ranks) return "mics_shard_size keeps several copies of the model state";
@@ -85,9 +96,11 @@ void tell(Plan& plan, const std::vector<std::string>& row_wise,
           const std::map<std::string, std::vector<std::string>>& reasons) {
   const char* const what = "sparse tables";
   if (!row_wise.empty()) {
-    plan.rows.push_back({what,
-                         cat(listed(row_wise, kMostTablesNamed), ": row-wise, a step costs the rows that it reads"),
-                         "sparse(true), and an optimizer that leaves other rows as they are"});
+    plan.rows.push_back(
+        {what,
+         cat(listed(row_wise, kMostTablesNamed), ": row-wise, ",
+             plan.gather ? "sharded by rows, a lookup exchanges them, " : "", "a step costs the rows that it reads"),
+         "sparse(true), and an optimizer that leaves other rows as they are"});
   }
   for (const auto& [reason, names] : reasons) {
     plan.rows.push_back({what, cat(listed(names, kMostTablesNamed), ": dense, a step costs the whole table"), reason});
@@ -96,12 +109,12 @@ void tell(Plan& plan, const std::vector<std::string>& row_wise,
 
 }  // namespace
 
-std::vector<int64_t> choose_row_wise_tables(ModelState& model, const config::DsConfig& config,
-                                            const ModelParameters& parameters, const OptimizerGroups& groups) {
+std::vector<int64_t> choose_row_wise_tables(ModelState& model, const ModelParameters& parameters,
+                                            const OptimizerGroups& groups) {
   std::vector<int64_t> widths(parameters.trainable.size(), 0);
   const std::unordered_map<const void*, SparseLayer> layers = sparse_layers(*model.module);
   if (layers.empty()) return widths;
-  const std::string of_model = reason_of_model(model, config);
+  const std::string of_model = reason_of_model(model);
   std::vector<std::string> row_wise;
   std::map<std::string, std::vector<std::string>> reasons;
   for (size_t i = 0; i < parameters.trainable.size(); ++i) {

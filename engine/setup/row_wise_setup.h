@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/config.h"
 #include "engine/setup/optimizer_setup.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
@@ -16,8 +15,8 @@ namespace ds::engine {
 // EmbeddingBag layers with sparse(true) are row-wise where plan, optimizer and parameter group allow it. Rows of the
 // plan name these tables, and the others with the reason; a large one of the others is warned of. Throws ConfigError
 // where SparseAdam has a sparse table that cannot be row-wise: its rows would move without a gradient.
-std::vector<int64_t> choose_row_wise_tables(ModelState& model, const config::DsConfig& config,
-                                            const ModelParameters& parameters, const OptimizerGroups& groups);
+std::vector<int64_t> choose_row_wise_tables(ModelState& model, const ModelParameters& parameters,
+                                            const OptimizerGroups& groups);
 
 // Returns lines "what<TAB>value" for require_same_on_all_ranks(): the row-wise tables.
 std::string row_wise_lines(const std::vector<int64_t>& widths, const ModelParameters& parameters);

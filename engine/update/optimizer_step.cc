@@ -17,6 +17,7 @@
 #include "core/device/readback.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/global_norm.h"
+#include "model/state/row_wise.h"
 #include "model/state/shared_buffers.h"
 #include "optim/clip.h"
 
@@ -263,6 +264,7 @@ StepFacts OptimizerStep::facts() {
   }
   if (state.gatherer) {
     facts.gathers = state.gatherer->take_gather_digest();
+    if (state.row_tables) facts.gathers ^= state.row_tables->take_digest();
     if (const comm::Communicator* const copies = state.ranks.groups.replicas.get()) {
       facts.gather_group = copies->rank();
       facts.gather_groups = copies->size();

@@ -134,10 +134,11 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     std::vector<zero::LayoutParameter> shapes;
     for (const size_t i : chosen) {
       const int64_t numel = list[i].tensor.numel();
-      const bool persistent = !shared && persistent_budget.takes(numel);
+      const bool has_width = &list == &parameters.trainable && !options.row_widths.empty();
+      const int64_t row_width = has_width ? options.row_widths[i] : 0;
+      const bool persistent = !shared && row_width == 0 && persistent_budget.takes(numel);
       shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent});
-      if (&list == &parameters.trainable && !options.row_widths.empty())
-        shapes.back().row_width = options.row_widths[i];
+      shapes.back().row_width = row_width;
       if (options.sent_as && options.sent_in_it.contains(list[i].tensor.unsafeGetTensorImpl())) {
         shapes.back().sent_as = static_cast<int>(*options.sent_as);
       }

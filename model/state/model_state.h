@@ -52,6 +52,8 @@ struct OverwrittenMaster {
   at::Tensor shown;   // its elements as the parameters had them, in the model's dtype
 };
 
+class RowTables;
+
 // One rank's state of a model; see the top of this file. Later members refer to earlier ones, and are destroyed first.
 struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
@@ -76,6 +78,7 @@ struct ModelState {
   std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups that add gradients and norms, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
+  std::shared_ptr<RowTables> row_tables;        // stage 3 with row-wise tables, else null
   ModelOptimizer optimizer;
   std::unique_ptr<WeightAverage> average;                             // null: the program has asked for none
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null

@@ -9,6 +9,8 @@
 //   * the norm adds the squares of the rows that this rank updates (own_rows());
 //   * RowOptimizer::update_rows() updates these rows of the slice and its states;
 //   * ParameterAccess::updated_rows() sends them to the other ranks.
+// At stage 3 no rank has the table: RowTables reads the rows that layers name from the ranks that own them, gradients
+// go to these, and nothing is sent after an update.
 // Slices, states and checkpoints are those of any bucket. engine/setup/row_wise_setup.h decides which tables are so.
 #pragma once
 
@@ -16,15 +18,34 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "core/slices/table_rows.h"
+#include "layers/sharded_tables.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
+#include "zero/gather/row_reads.h"
 
 namespace ds::engine {
 
 // Gives row-wise tables their widths, by parameter, and buckets of their own.
 void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options);
+
+// The tables of a model whose rows are sharded: while it lives, their layers read rows.
+class RowTables {
+ public:
+  // The model, whose gatherer is made, outlives it.
+  explicit RowTables(const ModelState& model);
+  RowTables(const RowTables&) = delete;
+  RowTables& operator=(const RowTables&) = delete;
+  // Returns a digest of the reads since the last call: equal on ranks that have met in the same ones.
+  uint64_t take_digest() { return reads_.take_digest(); }
+
+ private:
+  zero::RowReads reads_;
+  std::vector<std::shared_ptr<const layers::ReadRows>> tables_;
+};
 
 // Returns the rows of a row-wise bucket's reduced gradient that this rank updates, numbered from the first row of what
 // it updates. They share memory with the gradient.

@@ -4,12 +4,12 @@
 
 #include <cmath>
 #include <limits>
-#include <optional>
 
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "profiling/tensor_memory.h"
+#include "tests/engine/row_net.h"
 #include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -22,87 +22,9 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-struct RowNetOptions {
-  bool sparse = true;
-  int64_t rows = 211;
-  bool tied = false;               // the words have a second name
-  std::optional<double> max_norm;  // of the words
-};
-
-// A table of words of 6 elements, a bag of 5, and a dense layer.
-struct RowNetImpl : torch::nn::Module {
-  explicit RowNetImpl(const RowNetOptions& options = {}) : rows(options.rows) {
-    words = register_module(
-        "words",
-        torch::nn::Embedding(torch::nn::EmbeddingOptions(rows, 6).sparse(options.sparse).max_norm(options.max_norm)));
-    tags = register_module("tags", torch::nn::EmbeddingBag(
-                                       torch::nn::EmbeddingBagOptions(97, 5).mode(torch::kSum).sparse(options.sparse)));
-    last = register_module("last", torch::nn::Linear(11, 3));
-    fill(*this);
-    if (options.tied) register_parameter("words_again", words->weight);
-  }
-  // Some rows are read twice. `reads` false: the words stay out.
-  at::Tensor loss(int64_t micro_batch, int rank, bool reads = true) {
-    const at::Tensor numbers = (torch::arange(8) * 31 + 17 * micro_batch + 5 * rank).remainder(61);
-    const auto options = words->weight.options().requires_grad(false);
-    const at::Tensor word = reads ? words((numbers * 3).remainder(rows)) : torch::ones({8, 6}, options);
-    const at::Tensor tag = tags(torch::stack({numbers, numbers * 7}, 1).remainder(97));
-    const at::Tensor out = last(torch::tanh(torch::cat({word, tag}, 1)));
-    return (out - torch::sin(numbers.to(out.scalar_type())).unsqueeze(1) * 2.0).pow(2).mean();
-  }
-  int64_t rows;
-  torch::nn::Embedding words{nullptr};
-  torch::nn::EmbeddingBag tags{nullptr};
-  torch::nn::Linear last{nullptr};
-};
-TORCH_MODULE(RowNet);
-
 constexpr int kSteps = 5;
-constexpr int kMicroBatches = 2;
-constexpr double kClip = 0.4;
-
-ordered_json row_config(int stage, const std::string& type) {
-  ordered_json config = small_config(stage, kMicroBatches);
-  config["gradient_clipping"] = kClip;
-  config["zero_allow_untested_optimizer"] = true;
-  config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.05}}}};
-  return config;
-}
-
-// torch.optim.SparseAdam for sparse gradients, torch.optim.Adam for others: LibTorch lacks the first.
-class LazyAdam {
- public:
-  void step(torch::nn::Module& module) {
-    const torch::NoGradGuard no_grad;
-    ++step_;
-    const double step_size = 0.05 / (1 - std::pow(0.9, step_));
-    const double root = std::sqrt(1 - std::pow(0.999, step_));
-    for (auto& item : module.named_parameters()) {
-      at::Tensor& parameter = item.value();
-      const at::Tensor gradient = parameter.grad();
-      if (!gradient.defined()) continue;
-      auto& [mean, square] = states_[item.key()];
-      if (!mean.defined()) mean = torch::zeros_like(parameter), square = torch::zeros_like(parameter);
-      if (!gradient.is_sparse()) {
-        mean.mul_(0.9).add_(gradient, 0.1);
-        square.mul_(0.999).addcmul_(gradient, gradient, 0.001);
-        parameter.sub_(step_size * mean / (square.sqrt() / root + 1e-8));
-        continue;
-      }
-      const at::Tensor rows = gradient._indices()[0];
-      const at::Tensor values = gradient._values();
-      const at::Tensor own_mean = mean.index_select(0, rows) * 0.9 + values * 0.1;
-      const at::Tensor own_square = square.index_select(0, rows) * 0.999 + values * values * 0.001;
-      mean.index_copy_(0, rows, own_mean);
-      square.index_copy_(0, rows, own_square);
-      parameter.index_add_(0, rows, step_size * root * own_mean / (own_square.sqrt() + 1e-8), -1);
-    }
-  }
-
- private:
-  double step_ = 0;
-  std::map<std::string, std::pair<at::Tensor, at::Tensor>> states_;
-};
+constexpr int kMicroBatches = kRowMicroBatches;
+constexpr double kClip = kRowClip;
 
 // Clips as torch.nn.utils.clip_grad_norm_ does; LibTorch's does not take gradients whose rows come more than once.
 void clip_gradients(torch::nn::Module& module) {
@@ -167,7 +89,8 @@ void train_rows(Engine& engine, RowNet& model, int64_t first_step, int64_t steps
 
 class RowWise : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
-INSTANTIATE_TEST_SUITE_P(Stages, RowWise, ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Values(0, 1, 2)));
+INSTANTIATE_TEST_SUITE_P(Stages, RowWise,
+                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Values(0, 1, 2, 3)));
 
 TEST_P(RowWise, TrainsAsPlainTorchWithSparseGradients) {
   const auto [ranks, stage] = GetParam();
@@ -176,7 +99,7 @@ TEST_P(RowWise, TrainsAsPlainTorchWithSparseGradients) {
     const std::string name = client ? type.substr(7) : type;
     const State expected = plain_state(name, ranks);
     test::run_ranks(ranks, [&, stage = stage](comm::Communicator& communicator) {
-      RowNet model;
+      RowNet model(RowNetOptions{.meets = stage == 3});
       ordered_json config = row_config(stage, name);
       if (client) config.erase("optimizer");
       const auto optimizer = client ? plain_optimizer(name, model) : nullptr;
@@ -188,6 +111,7 @@ TEST_P(RowWise, TrainsAsPlainTorchWithSparseGradients) {
       train_rows(*engine, model, 0, kSteps);
       EXPECT_LE(largest_difference(copy_of(engine->fp32_state_dict()), expected), 2e-6) << type;
       engine->synchronize_parameters();
+      const auto whole = engine->gathered_parameters(model->parameters());
       for (const auto& [key, value] : parameters_of(*model)) {
         const at::Tensor first = value.clone();
         communicator.broadcast(first, 0).wait();
@@ -201,9 +125,9 @@ TEST(RowWiseTables, NoStepAllocatesOrSendsATable) {
   constexpr int64_t kRows = 100'000;  // 2.4 MB, and as much of state
   for (const int ranks : {1, 2}) {
     for (const std::string type : {"Adagrad", "SparseAdam", "client Adagrad"}) {
-      for (const int stage : {0, 1, 2}) {
+      for (const int stage : {0, 1, 2, 3}) {
         test::run_ranks(ranks, [&](comm::Communicator& communicator) {
-          RowNet model(RowNetOptions{.rows = kRows});
+          RowNet model(RowNetOptions{.rows = kRows, .meets = stage == 3});
           const bool client = type.starts_with("client ");
           ordered_json config = row_config(stage, client ? "Adagrad" : type);
           if (client) config.erase("optimizer");
@@ -213,6 +137,8 @@ TEST(RowWiseTables, NoStepAllocatesOrSendsATable) {
                                           .communicator = borrowed(communicator)})
                                   .engine;
           EXPECT_LT(engine->plan().bytes->gradients, 100'000);
+          const int64_t owners = stage == 3 ? ranks : 1;
+          EXPECT_LT(engine->plan().bytes->parameters, kRows * 6 * 4 / owners + 20'000);
           train_rows(*engine, model, 0, 2);
           engine->reset_comm_counters();
           profiling::TensorMemory memory;
@@ -242,8 +168,9 @@ struct Layout {
 };
 
 TEST(RowWiseTables, CheckpointsLoadIntoAnyNumberOfRanksAndDenseTables) {
-  const Layout layouts[] = {{2, 2, true}, {1, 0, true}, {4, 1, true}, {2, 3, false}, {1, 0, false}};
-  for (const Layout& from : {layouts[0], layouts[3]}) {
+  const Layout layouts[] = {{2, 2, true},  {1, 0, true}, {4, 1, true}, {2, 3, false},
+                            {1, 0, false}, {2, 3, true}, {4, 3, true}};
+  for (const Layout& from : {layouts[0], layouts[3], layouts[5]}) {
     const test::ScratchFolder folder;
     State expected;
     test::run_ranks(from.ranks, [&](comm::Communicator& communicator) {
@@ -286,7 +213,7 @@ TEST(RowWiseTables, ThePlanSaysWhichTablesAreDenseAndWhy) {
   expect_dense({{"optimizer", {{"type", "AdamW"}}}}, "AdamW moves rows that have no gradient");
   expect_dense({{"optimizer", {{"params", {{"momentum", 0.9}}}}}}, "momentum 0.9 moves rows");
   expect_dense({{"optimizer", {{"params", {{"weight_decay", 0.1}}}}}}, "weight_decay 0.1 moves rows");
-  expect_dense({{"zero_optimization", {{"stage", 3}}}}, "zero_optimization.stage: 3");
+  expect_dense({{"zero_optimization", {{"stage", 3}, {"offload_param", {{"device", "cpu"}}}}}}, "offload_param keeps");
   expect_dense({{"bf16", {{"enabled", true}}}}, "all float32");
   expect_dense({{"zero_force_ds_cpu_optimizer", false},
                 {"zero_optimization", {{"stage", 1}, {"offload_optimizer", {{"device", "cpu"}}}}}},
@@ -310,14 +237,14 @@ TEST(RowWiseTables, ThePlanSaysWhichTablesAreDenseAndWhy) {
 }
 
 TEST(RowWiseTables, GiveAndTakeDenseGradients) {
-  for (const int stage : {0, 2}) {
+  for (const int stage : {0, 2, 3}) {
     test::run_ranks(2, [&](comm::Communicator& communicator) {
       RowNet model;
       RowNet plain;
       ordered_json config = row_config(stage, "SGD");
       config["gradient_accumulation_steps"] = 1;
       const auto engine = start(model.ptr(), config, communicator).engine;
-      const at::Tensor before = model->words->weight.detach().clone();
+      const at::Tensor before = engine->safe_get_full_fp32_param(model->words->weight).clone();
       engine->backward(model->loss(0, communicator.rank()));
       for (int rank = 0; rank < 2; ++rank) (plain->loss(0, rank) / 2.0).backward();
       const at::Tensor expected = plain->words->weight.grad().to_dense();
@@ -331,15 +258,15 @@ TEST(RowWiseTables, GiveAndTakeDenseGradients) {
       engine->safe_set_full_grad(model->words->weight, other);
       EXPECT_TRUE(engine->safe_get_full_grad(model->words->weight).equal(other));
       engine->step();
-      engine->synchronize_parameters();
-      const at::Tensor moved = (model->words->weight.detach() - before).ne(0).any(1).nonzero().reshape({-1});
+      const at::Tensor moved =
+          (engine->safe_get_full_fp32_param(model->words->weight) - before).ne(0).any(1).nonzero().reshape({-1});
       EXPECT_TRUE(moved.equal(torch::tensor({7}, torch::kLong))) << moved;
     });
   }
 }
 
 TEST(RowWiseTables, NonFiniteRowsAreNamedAndSkipped) {
-  for (const int stage : {0, 2}) {
+  for (const int stage : {0, 2, 3}) {
     test::run_ranks(2, [&](comm::Communicator& communicator) {
       RowNet model;
       ordered_json config = row_config(stage, "Adagrad");

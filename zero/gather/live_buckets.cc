@@ -36,6 +36,7 @@ void LiveBuckets::start(size_t bucket, bool exact) {
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   Entry& entry = entries_[bucket];
   digest_ = digest_ * kMixing + bucket + 1;
+  ++counts_.started;
   entry.exact = gathers_.is_exact(*entry.bucket, exact);
   gathers_.start(*entry.bucket, entry.label, exact, entry.gather);
 }

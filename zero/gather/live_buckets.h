@@ -53,6 +53,8 @@ class LiveBuckets {
     bool sharded() const { return bucket->sharded(); }
     // Whether it is full and sharded, and no scope holds it.
     bool can_be_released() const { return whole() && sharded() && held == 0; }
+    // Whether it is a table of which operators read rows (RowReads), and is not gathered for them.
+    bool is_read_by_rows() const { return released() && sharded() && bucket->layout().row_width > 0; }
     int64_t elements() const { return bucket->layout().numel; }
   };
   // Numbers of elements of sharded buckets.
@@ -60,6 +62,7 @@ class LiveBuckets {
     int64_t sharded = 0;  // all of them
     int64_t live = 0;     // those that are coming or full
     int64_t coming = 0;   // those that are coming
+    int64_t started = 0;  // gathers that were begun so far, no elements
   };
 
   // The buckets and the groups of `routes` outlive it. `max_live`: GatherLimits::max_live, for messages.

@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/check.h"
-
 namespace ds::zero {
 
 // A bucket whose parameters the program has changed in place since take_changed() was called last, with a digest of
@@ -34,10 +32,9 @@ class ParameterAccess {
   // Called in an update, when this rank's slice of `bucket` has its new values.
   virtual void updated(size_t bucket) = 0;
   // The same of a bucket that is a row-wise table, of which this rank has updated only these rows of its slice: [k]
-  // int64, from the slice's first row. Collective over the ranks that share the bucket.
-  virtual void updated_rows(size_t /*bucket*/, const at::Tensor& /*rows*/) {
-    ensure(false, "no table is row-wise where parameters are gathered");
-  }
+  // int64, from the slice's first row. Collective over the ranks that share the bucket. Where it is sharded, its rows
+  // stay with the rank that has updated them, as by updated().
+  virtual void updated_rows(size_t bucket, const at::Tensor& /*rows*/) { updated(bucket); }
   virtual void end_update() = 0;
   // Called where a pass that does not belong to training begins or ends.
   virtual void change_mode() = 0;

@@ -13,6 +13,7 @@
 #include "core/memory/storage_memory.h"
 #include "core/without_stack.h"
 #include "zero/gather/gather_errors.h"
+#include "zero/gather/row_reads.h"
 
 namespace ds::zero {
 
@@ -53,8 +54,9 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     bucket_of_storage_.emplace(buckets[b]->flat().storage().unsafeGetStorageImpl(), b);
-    if (buckets[b]->sharded())
-      bucket_of_storage_.emplace(buckets[b]->storage().released_storage().unsafeGetStorageImpl(), b);
+    if (!buckets[b]->sharded()) continue;
+    bucket_of_storage_.emplace(buckets[b]->storage().released_storage().unsafeGetStorageImpl(), b);
+    if (buckets_[b].is_read_by_rows()) buckets[b]->storage().tell_when_released(RowReads::kReleased);
   }
   if (!sees_operators_) return;
   require(at::isRecordFunctionEnabled(),
@@ -89,6 +91,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (found == bucket_of_storage_.end()) return;
   const size_t bucket = found->second;
   LiveBuckets::Entry& entry = buckets_[bucket];
+  if (entry.is_read_by_rows() && is_same_storage(tensor.storage(), entry.bucket->storage().released_storage())) return;
   if (entry.sharded() && !in_backward_) cast_cache_.choose(at::GradMode::is_enabled());
   if (entry.whole() && !entry.sharded()) return;
   if (entry.whole() && entry.held > 0) return entry.bucket->storage().show(tensor);

@@ -7,6 +7,9 @@
 //
 // A bucket that is not sharded (persistent parameters) stays full: it is gathered after an update, and waited for at
 // its first use. What else keeps a bucket full: Note [What keeps a bucket full] (zero/gather/live_buckets.h).
+//
+// The bucket of a row-wise table (BucketLayout::row_width) stays released when an operator reads it: its layers get the
+// rows that they name (RowReads), and all else an error. Scopes gather it, and so do views that were made in a scope.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -67,7 +67,8 @@ class GradientBucket {
   void release();
 
   // The reduced gradient, from where it is kept: of the full bucket at stage 0, else of this rank's slice. Undefined
-  // where there is none. Of a row-wise table all rows that have one, on every rank, as a coalesced sparse tensor.
+  // where there is none. Of a row-wise table, as a coalesced sparse tensor, all rows that have one, on every rank; of a
+  // sharded one those of this rank's slice.
   at::Tensor gradient() const;
   // Whether the sum on the device holds a gradient.
   bool has_sum() const { return rows_ ? rows_->has_sum() : sum_.tensor().defined(); }

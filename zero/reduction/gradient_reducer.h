@@ -97,8 +97,9 @@ class GradientReducer {
   bool any_repeated() const { return any_repeated_; }
   // Returns the reduced gradient of a bucket after finish(), a flat tensor in ReducerOptions::gradient_dtype that the
   // reducer keeps: of the full bucket at stage 0, else of this rank's slice; with keep_local(true) this rank's own
-  // gradient of the full bucket. For a row-wise table (BucketLayout::row_width) it holds all rows that have a gradient,
-  // on every rank, as a coalesced sparse tensor. Undefined before any backward.
+  // gradient of the full bucket. For a row-wise table (BucketLayout::row_width) it is a coalesced sparse tensor of all
+  // rows that have a gradient, on every rank, or of those of this rank's slice where the table is sharded. Undefined
+  // before any backward.
   at::Tensor gradient(size_t bucket) const;
   // Drops all gradients, reduced or not. Not to be called while a pass runs.
   void reset();

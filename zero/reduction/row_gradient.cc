@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <string>
 #include <utility>
 
 #include "core/log.h"
@@ -53,13 +54,24 @@ void RowGradient::launch() {
   if (ranks.size() == 1) return;
   const TableRows own = rows_of(*reduced_);
   own.values.div_(exchange_->divisors(bucket_).before);
-  gather_.start(ranks, own, cat("rows of the gradients of bucket ", bucket_));
-  gathers_ = true;
+  const std::string label = cat("rows of the gradients of bucket ", bucket_);
+  if (table_->sharded()) {
+    owners_.start(ranks, own.rows, rows_of_slice(), label);
+  } else {
+    gather_.start(ranks, own, label);
+  }
+  sends_ = true;
+}
+
+TableRows RowGradient::rows_of_owner() {
+  const int64_t first = exchange_->groups_of(bucket_).shards.rank() * rows_of_slice();
+  const at::Tensor rows = owners_.finish();
+  return {.rows = rows.add(first), .values = owners_.to_owners(reduced_->_values())};
 }
 
 void RowGradient::complete() {
-  if (!std::exchange(gathers_, false)) return;
-  reduced_ = sparse(gather_.finish(), /*coalesced=*/false).coalesce();
+  if (!std::exchange(sends_, false)) return;
+  reduced_ = sparse(table_->sharded() ? rows_of_owner() : gather_.finish(), /*coalesced=*/false).coalesce();
   reduced_->_values().div_(exchange_->divisors(bucket_).after);
 }
 

@@ -4,16 +4,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "zero/parameter_bucket.h"
 #include "zero/reduction/gradient_exchange.h"
+#include "zero/row_exchange.h"
 #include "zero/row_gather.h"
 
 namespace ds::zero {
 
-// What GradientBuffer, a reduction and ReducedSum are for other buckets. Every rank gets the rows of all ranks, and
-// adds them in the order of the ranks, so that all have the same bits. Not thread safe. The caller turns autograd off.
+// What GradientBuffer, a reduction and ReducedSum are for other buckets. Every rank gets the rows of all ranks or,
+// where the table is sharded, those of its slice alone, and adds them in the order of the ranks, so that all that have
+// a row have the same bits. Not thread safe. The caller turns autograd off.
 class RowGradient {
  public:
   // All arguments outlive it. `bucket`: its number.
@@ -42,13 +45,18 @@ class RowGradient {
  private:
   // Makes a sparse gradient of the table, in which a row may come more than once.
   at::Tensor sparse(const TableRows& rows, bool coalesced) const;
+  // The number of rows of a slice of the table.
+  int64_t rows_of_slice() const { return table_->layout().slice_numel / table_->layout().row_width; }
+  // Sends the rows of a sharded table to their owners. Returns those of this rank's slice, rank by rank.
+  TableRows rows_of_owner();
 
   size_t bucket_;
   const ParameterBucket* table_;
   const GradientExchange* exchange_;
   std::optional<TableRows> local_;  // of passes that are not reduced yet, in the order of micro-batches
-  RowGather gather_;
-  bool gathers_ = false;
+  bool sends_ = false;              // a reduction is under way
+  RowGather gather_;                // of the rows of all ranks
+  RowExchange owners_;              // of the rows of a sharded table
   std::optional<at::Tensor> reduced_;
   std::optional<at::Tensor> sum_;
   bool warned_ = false;
