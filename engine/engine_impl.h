@@ -20,6 +20,7 @@
 #include "engine/report/comms_report.h"
 #include "engine/report/reporter.h"
 #include "engine/update/optimizer_step.h"
+#include "engine/update/replica_watch.h"
 #include "engine/update/scaled_backward.h"
 #include "engine/update/shown_gradients.h"
 #include "engine/update/step_settings.h"
@@ -62,6 +63,7 @@ struct Engine::Impl {
   std::optional<ScaledBackward> scaled_backward;
   std::optional<StepSettings> settings;
   std::optional<OptimizerStep> step;
+  std::optional<ReplicaWatch> replicas;
   std::optional<ShownGradients> shown;
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
@@ -127,7 +129,10 @@ struct Engine::Impl {
   void synchronize(bool judged_next = false);
   // Does so once the last step is judged.
   void synchronize_judged() {
-    named([&] { step->judge_late(); });
+    named([&] {
+      step->judge_late();
+      replicas->judge();
+    });
     synchronize();
   }
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to

@@ -198,6 +198,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   progress.global_samples += samples;
   try {
     saves.background().wait_copied();
+    replicas->judge();
     step->run();
   } catch (const optimizers::LossScaleError&) {  // this step is over, and has been skipped
     state.access->end_pass();
@@ -232,6 +233,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
                        .train_batch_size = samples,
                        .loss_scale = told ? scaled_backward->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
+  replicas->step_made(progress.global_steps);
 }
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.micro_batches.at_boundary(); }

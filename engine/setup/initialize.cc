@@ -369,6 +369,7 @@ void build_steps(Engine::Impl& impl) {
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,
                                       .may_judge_late = all_may_judge_late(impl)});
+  impl.replicas.emplace(impl.state, impl.order.consistency, impl.config.check_replicas);
   impl.shown.emplace(impl.state);
 }
 
