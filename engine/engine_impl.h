@@ -18,6 +18,7 @@
 #include "engine/make_sampler.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"
+#include "engine/report/parity_record.h"
 #include "engine/report/reporter.h"
 #include "engine/update/optimizer_step.h"
 #include "engine/update/replica_watch.h"
@@ -65,7 +66,8 @@ struct Engine::Impl {
   std::optional<OptimizerStep> step;
   std::optional<ReplicaWatch> replicas;
   std::optional<ShownGradients> shown;
-  std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
+  std::unique_ptr<ParityRecord> parity;  // null: ds-launch parity has not started the program
+  std::unique_ptr<MovedStates> moved;    // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
   bool warned_of_own_accumulation = false;
   bool warned_of_short_update = false;

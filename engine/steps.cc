@@ -149,7 +149,11 @@ std::string Engine::Impl::with_engine(const std::string& message) const {
 }
 
 void Engine::step() {
-  impl_->named([&] { impl_->make_step(); });
+  impl_->named([&] {
+    if (impl_->parity) impl_->parity->before_step(*this);
+    impl_->make_step();
+    if (impl_->parity) impl_->parity->after_step(*this);
+  });
 }
 
 void Engine::Impl::make_step() {

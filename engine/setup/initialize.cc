@@ -373,9 +373,7 @@ void build_steps(Engine::Impl& impl) {
   impl.shown.emplace(impl.state);
 }
 
-}  // namespace
-
-Initialized initialize(const InitializeOptions& options) {
+Initialized put_together(const InitializeOptions& options) {
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group
@@ -399,6 +397,21 @@ Initialized initialize(const InitializeOptions& options) {
   Initialized result{nullptr, impl->state.optimizer.of_config(), impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training
+  return result;
+}
+
+}  // namespace
+
+Initialized initialize(const InitializeOptions& options) {
+  const std::optional<ParityRun> parity = ParityRun::from_environment();
+  if (!parity) return put_together(options);
+  InitializeOptions of_run = options;
+  of_run.config = parity->config();
+  Initialized result = put_together(of_run);
+  Engine::Impl& impl = EngineAccess::impl_of(*result.engine);
+  impl.parity =
+      std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config, options.seed_generators);
+  impl.parity->start(*result.engine);
   return result;
 }
 
