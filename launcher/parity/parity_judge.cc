@@ -346,8 +346,8 @@ ParityVerdict Judge::verdict() {
 }  // namespace
 
 ParityBounds bounds_of(const std::string& dtype) {
-  if (dtype == "bfloat16" || dtype == "bf16") return {.loss = 0.02, .norm = 0.05, .gradient = 0.1, .update = 0.5};
-  if (dtype == "float16" || dtype == "fp16") return {.loss = 0.005, .norm = 0.02, .gradient = 0.05, .update = 0.3};
+  if (dtype == "bf16") return {.loss = 0.02, .norm = 0.05, .gradient = 0.1, .update = 0.5};
+  if (dtype == "fp16") return {.loss = 0.005, .norm = 0.02, .gradient = 0.05, .update = 0.3};
   return {.loss = 1e-4, .norm = 1e-3, .gradient = 2e-3, .update = 0.05};
 }
 

@@ -18,7 +18,7 @@ struct RecordedLayout {
   int64_t accumulation = 1;
   int64_t tensor_ranks = 1;
   int64_t stage = 0;
-  std::string dtype = "float32";  // of the parameters in forward and backward
+  std::string dtype = "fp32";  // of the parameters in forward and backward
 };
 
 struct RecordedStep {
