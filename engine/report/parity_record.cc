@@ -65,6 +65,9 @@ void require_repeatable(const ordered_json& config, const std::string& file) {
   if (config.contains("gradient_compression")) {
     refuse("gradient_compression", "gradients that are sent with loss are others by design");
   }
+  if (config.contains("managed_gradient_accumulation") && config["managed_gradient_accumulation"] == false) {
+    refuse("managed_gradient_accumulation", "the program ends its steps itself, and one rank needs longer ones");
+  }
   if (config.contains("elasticity")) refuse("elasticity", "the batch of one rank is not that of many");
 }
 

@@ -1,7 +1,9 @@
 #include "launcher/parity/parity_judge.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -18,6 +20,12 @@ constexpr double kSmallGradient = 1e-3;   // of the share of a parameter in the 
 constexpr double kGrowth = 4;             // of the bounds from step to step
 constexpr double kMostGradient = 0.1;     // to which they grow
 constexpr double kRounding = 4 * 1.2e-7;  // of a weight in float32
+
+std::string shown(double number) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.3g", number);
+  return text.data();
+}
 
 // Two tensors, as sums over their elements.
 struct Sums {
@@ -78,7 +86,7 @@ std::string explained(double ratio, const RecordedLayout& layout) {
 
 std::string ratio_text(double ratio, const RecordedLayout& layout) {
   const std::string known = explained(ratio, layout);
-  return cat(ratio, " times", known.empty() ? std::string() : cat(" (", known, ")"));
+  return cat(shown(ratio), " times", known.empty() ? std::string() : cat(" (", known, ")"));
 }
 
 bool near(double a, double b, double bound) {
@@ -241,8 +249,8 @@ std::string Judge::gradients(size_t step) {
   return cat("step ", step, ": the gradient of ", first,
              differing == 1 ? std::string() : cat(" (and of ", differing - 1, " more of ", parameters_, ")"), " is ",
              of_first.is_multiple() ? ratio_text(of_first.ratio(), run_.layout)
-                                    : cat("another one, of norm ", std::sqrt(of_first.found), " in place of ",
-                                          std::sqrt(of_first.expected)),
+                                    : cat("another one, of norm ", shown(std::sqrt(of_first.found)), " in place of ",
+                                          shown(std::sqrt(of_first.expected))),
              of_first.is_multiple() ? " what it should be" : "",
              ". Likely: ", cause_of_gradients(of_first, differing, parameters_));
 }
@@ -310,9 +318,9 @@ std::string Judge::updates(size_t step) const {
     if (std::sqrt(sums.difference) <= allowed || std::isnan(weights)) continue;
     return cat(
         "step ", step, ": the gradients agree, and the update of ", parameter, " is ",
-        sums.is_multiple()
-            ? cat(ratio_text(sums.ratio(), run_.layout), " what it should be")
-            : cat("another one, of norm ", std::sqrt(sums.found), " in place of ", std::sqrt(sums.expected)),
+        sums.is_multiple() ? cat(ratio_text(sums.ratio(), run_.layout), " what it should be")
+                           : cat("another one, of norm ", shown(std::sqrt(sums.found)), " in place of ",
+                                 shown(std::sqrt(sums.expected))),
         ". Likely: an optimizer state or a step count that was not loaded, a learning rate or weight decay that ",
         "differs between ranks, or clipping by another norm");
   }
@@ -339,8 +347,8 @@ ParityVerdict Judge::verdict() {
   if (!what.empty()) return {.equal = false, .text = cat("parity: different, ", runs, ": ", what)};
   return {.equal = true,
           .text = cat("parity: equal, ", runs, ": ", steps, steps == 1 ? " step" : " steps", ", ", parameters_,
-                      " parameters; gradients differ by at most ", largest_, " of their norm (bound ", bounds_.gradient,
-                      " in the first step)")};
+                      " parameters; gradients differ by at most ", shown(largest_), " of their norm (bound ",
+                      bounds_.gradient, " in the first step)")};
 }
 
 }  // namespace

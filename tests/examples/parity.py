@@ -39,7 +39,7 @@ def parity(config, program, *flags):
 
 def expect(code_and_text, code, *parts):
     found, text = code_and_text
-    check(found == code and all(part in text for part in parts), f"exit code {code} and {parts}", found, text)
+    check((found == code or (code is None and found != 0)) and all(part in text for part in parts), f"exit code {code} and {parts}", found, text)
 
 
 os.makedirs(SCRATCH, exist_ok=True)
@@ -52,4 +52,4 @@ expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": T
 other = write("other.json", STEP | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-2}}})
 expect(parity(STEP, ["first_step"], "--against", other), 1, "parity: different", "step 1: the gradients agree, and the update of",
        "0.5 times")
-expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), 1, "gradient_allreduce_op", "ds-launch parity")
+expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), None, "gradient_allreduce_op", "ds-launch parity")

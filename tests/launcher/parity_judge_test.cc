@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -133,7 +133,7 @@ TEST(ParityJudge, AGradientThatNoHookReducesIsNamed) {
   expect_told([](Training& run) { scale(gradient(run, "norm.bias"), 0); },
               {"step 1: the gradient of norm.bias is 0 times", "leaves the parameter out"});
   // It is this rank's own, in another direction than the mean.
-  expect_told([](Training& run) { gradient(run, "norm.bias") = wave(9, 0.1); },
+  expect_told([](Training& run) { gradient(run, "norm.bias") = wave(4.2, 0.1); },
               {"the gradient of norm.bias is another one", "reduction of this gradient is missing", "wrong ranks"});
 }
 
@@ -188,7 +188,7 @@ TEST(ParityJudge, NormsUpdatesAndStartValuesAreTold) {
       },
       {"the gradients agree, and the update of first.weight is 0.5", "optimizer state or a step count that was not"});
   expect_told([](Training& run) { run.tensors[0]["weight/norm.bias"][3] += 1; },
-              {"before the first step: weight/norm.bias begins with other values"});
+              {"before the first step: norm.bias begins with other values"});
 }
 
 TEST(ParityCommand, RefusesWhatItCannotRun) {
