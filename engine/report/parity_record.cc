@@ -25,7 +25,6 @@
 #include "core/log.h"
 #include "core/parity_names.h"
 #include "dsengine/engine.h"
-#include "engine/setup/seed.h"
 
 namespace ds::engine {
 namespace {
@@ -144,7 +143,7 @@ config::ConfigSource ParityRun::config() const {
 }
 
 ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progress& progress,
-                           const config::DsConfig& config, bool seeded)
+                           const config::DsConfig& config, const std::function<void(int rank)>& seed)
     : run_(std::move(run)), state_(state), progress_(progress) {
   static std::atomic<bool> taken = false;
   require(!taken.exchange(true), "ds-launch parity: expected a program with one engine, found a second one: which of ",
@@ -156,11 +155,11 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
   if (!run_.like.empty()) {
     require(world.size() == 1, kParityLikeVariable, ": expected one rank, found ", world.size());
     stands_for_ = layout_of(run_.like).at("data_ranks").get<int64_t>();
-    if (seeded) {
+    if (seed) {
       const std::vector<at::Tensor> first = generators(state);
       streams_.push_back(first);
       for (int64_t rank = 1; rank < stands_for_; ++rank) {
-        seed_everything(static_cast<uint64_t>(config.seed), static_cast<int>(rank));
+        seed(static_cast<int>(rank));
         streams_.push_back(generators(state));
       }
       set_generators(state, first);

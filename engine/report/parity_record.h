@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,10 +45,10 @@ struct ParityRun {
 // Records the steps of one engine. Used by its thread; collective.
 class ParityRecord {
  public:
-  // `state` and `progress` outlive it. `seeded`: initialize() has seeded the generators. Throws UsageError for a model
-  // that is not covered, IoError.
+  // `state` and `progress` outlive it. `seed` seeds the generators as those of a data-parallel rank; null: initialize()
+  // has not seeded them. Throws UsageError for a model that is not covered, IoError.
   ParityRecord(ParityRun run, const ModelState& state, const Progress& progress, const config::DsConfig& config,
-               bool seeded);
+               const std::function<void(int rank)>& seed);
 
   // Writes the weights at the start.
   void start(Engine& engine);
