@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <functional>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -409,8 +410,11 @@ Initialized initialize(const InitializeOptions& options) {
   of_run.config = parity->config();
   Initialized result = put_together(of_run);
   Engine::Impl& impl = EngineAccess::impl_of(*result.engine);
-  impl.parity =
-      std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config, options.seed_generators);
+  std::function<void(int)> seed;
+  if (options.seed_generators) {
+    seed = [seed = static_cast<uint64_t>(impl.config.seed)](int rank) { seed_everything(seed, rank); };
+  }
+  impl.parity = std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config, seed);
   impl.parity->start(*result.engine);
   return result;
 }
