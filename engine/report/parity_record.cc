@@ -23,7 +23,7 @@
 #include "core/files/regular_file.h"
 #include "core/json/parse_json.h"
 #include "core/log.h"
-#include "core/parity_names.h"
+#include "core/parity/parity_names.h"
 #include "dsengine/engine.h"
 
 namespace ds::engine {
@@ -52,7 +52,7 @@ ordered_json layout_of(const std::string& folder) {
 // Throws for keys whose effect one rank with more accumulation does not have.
 void require_repeatable(const ordered_json& config, const std::string& file) {
   const auto refuse = [&](const char* key, const char* why) {
-    throw ConfigError(cat("ds-launch parity: ", file, ": ", key, ": ", why, "; remove the key for the comparison"));
+    throw ConfigError(cat("parity: ", file, ": ", key, ": ", why, "; remove the key for the comparison"));
   };
   const auto is_on = [&](const char* key) { return config.contains(key) && config[key] == true; };
   if (is_on("sync_batchnorm")) {
@@ -114,24 +114,26 @@ bool writes_lines(const ModelState& state) { return !state.tensor || state.tenso
 
 std::optional<ParityRun> ParityRun::from_environment() {
   ParityRun run{.folder = variable(kParityFolderVariable),
-                .config_file = variable(kParityConfigVariable),
-                .like = variable(kParityLikeVariable)};
+                .source = {},
+                .like = variable(kParityLikeVariable),
+                .ends_process = true};
   if (run.folder.empty()) return std::nullopt;
+  const std::string file = variable(kParityConfigVariable);
   const std::string steps = variable(kParityStepsVariable);
   const auto [end, error] = std::from_chars(steps.data(), steps.data() + steps.size(), run.steps);
   require<ConfigError>(error == std::errc() && end == steps.data() + steps.size() && run.steps > 0,
                        kParityStepsVariable, ": expected the number of steps to record, at least 1, found \"", steps,
                        "\"");
-  require<ConfigError>(!run.config_file.empty(), kParityConfigVariable, ": expected the path of a ds_config, found ",
-                       "none");
+  require<ConfigError>(!file.empty(), kParityConfigVariable, ": expected the path of a ds_config, found none");
+  run.source = config::ConfigSource(std::filesystem::path(file));
   return run;
 }
 
 config::ConfigSource ParityRun::config() const {
-  ordered_json config = config::ConfigReader::read(config_file).root;
-  require<ConfigError>(config.is_object(), config_file, ": expected a JSON object");
-  require_repeatable(config, config_file);
-  if (like.empty()) return config::ConfigSource(std::filesystem::path(config_file));
+  ordered_json config = config::ConfigReader::read(source).root;
+  require<ConfigError>(config.is_object(), source.name(), ": expected a JSON object");
+  require_repeatable(config, source.name());
+  if (like.empty()) return source;
   const ordered_json layout = layout_of(like);
   config.erase("train_batch_size");
   config["train_micro_batch_size_per_gpu"] = layout.at("micro_batch");
@@ -146,11 +148,11 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
                            const config::DsConfig& config, const std::function<void(int rank)>& seed)
     : run_(std::move(run)), state_(state), progress_(progress) {
   static std::atomic<bool> taken = false;
-  require(!taken.exchange(true), "ds-launch parity: expected a program with one engine, found a second one: which of ",
-          "them belong together is not known");
-  require(!state.pipeline, "ds-launch parity: expected a model that each rank can run, found a ",
+  require(!run_.ends_process || !taken.exchange(true), "ds-launch parity: expected a program with one engine, found a ",
+          "second one: which of them belong together is not known");
+  require(!state.pipeline, "parity: expected a model that each rank can run, found a ",
           "pipeline::PipelineModule, whose gradients cannot be read between backward() and step()");
-  require(state.plan.trains, "ds-launch parity: expected an engine that trains, found one without an optimizer");
+  require(state.plan.trains, "parity: expected an engine that trains, found one without an optimizer");
   const comm::Communicator& world = *state.ranks.world;
   if (!run_.like.empty()) {
     require(world.size() == 1, kParityLikeVariable, ": expected one rank, found ", world.size());
@@ -184,10 +186,10 @@ void ParityRecord::start(Engine& engine) {
     }
     const auto bytes = static_cast<double>(elements * (2 * run_.steps + 1)) *
                        static_cast<double>(c10::elementSize(recorded_dtype(state_)));
-    log::info("parity: ", run_.config_file, ", ",
+    log::info("parity: ", run_.source.name(), ", ",
               run_.like.empty() ? std::string("as it is") : cat("on one rank in the place of ", stands_for_), ": ",
-              run_.steps, " steps are written to ", run_.folder, " (", fixed(bytes / (1 << 20), 1),
-              " MiB), then the process ends");
+              run_.steps, " steps are written to ", run_.folder, " (", fixed(bytes / (1 << 20), 1), " MiB)",
+              run_.ends_process ? ", then the process ends" : "");
   }
   open_file(0, /*with_gradients=*/false);
   write(engine, Kind::kWeights);
@@ -233,7 +235,7 @@ void ParityRecord::after_step(Engine& engine) {
     write(engine, Kind::kWeights);
     if (file_) file_->commit(/*durable=*/false);
     file_.reset();
-    if (step_ == run_.steps) end_process();
+    if (step_ == run_.steps && run_.ends_process) end_process();
   }
   take_turn();
 }

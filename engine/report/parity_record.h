@@ -28,16 +28,18 @@ namespace ds::engine {
 
 class Engine;
 
-// The variables that ds-launch has set.
+// What is recorded, and where.
 struct ParityRun {
   std::string folder;
-  std::string config_file;
+  config::ConfigSource source;  // the ds_config that both runs begin with
   int64_t steps = 0;
-  std::string like;  // empty: the run is not the reference
-  // Reads them; nothing: the process is no part of such a run. Throws ConfigError for values that are none.
+  std::string like;           // the folder of the other run; empty: this is not the reference
+  bool ends_process = false;  // after the last step
+  // Reads the variables that ds-launch has set; nothing: the process is no part of such a run. Throws ConfigError for
+  // values that are none.
   static std::optional<ParityRun> from_environment();
 
-  // The ds_config of this run: the file, for the reference with the batches of the other run on one rank. Throws
+  // The ds_config of this run: `source` or, for the reference, with the batches of the other run on one rank. Throws
   // ConfigError, naming the key, for what a single rank cannot repeat.
   config::ConfigSource config() const;
 };

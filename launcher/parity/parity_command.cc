@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/parity_names.h"
-#include "launcher/parity/parity_judge.h"
-#include "launcher/parity/recorded_run.h"
+#include "core/parity/parity_judge.h"
+#include "core/parity/parity_names.h"
+#include "core/parity/recorded_run.h"
 
 namespace ds::launcher {
 namespace {

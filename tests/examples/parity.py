@@ -52,4 +52,4 @@ expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": T
 other = write("other.json", STEP | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-2}}})
 expect(parity(STEP, ["first_step"], "--against", other), 1, "parity: different", "step 1: the gradients agree, and the update of",
        "0.5 times")
-expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), None, "gradient_allreduce_op", "ds-launch parity")
+expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), None, "parity: ", "gradient_allreduce_op: a sum over ranks")

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/parity_names.h"
+#include "core/parity/parity_judge.h"
+#include "core/parity/parity_names.h"
 #include "launcher/parity/parity_command.h"
-#include "launcher/parity/parity_judge.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::launcher {

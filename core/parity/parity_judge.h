@@ -3,9 +3,9 @@
 
 #include <string>
 
-#include "launcher/parity/recorded_run.h"
+#include "core/parity/recorded_run.h"
 
-namespace ds::launcher {
+namespace ds {
 
 struct ParityVerdict {
   bool equal = false;
@@ -26,4 +26,4 @@ ParityBounds bounds_of(const std::string& dtype);
 // in this order: the loss, each gradient, their norm, whether the step was applied, each weight. Throws IoError.
 ParityVerdict judge_parity(const RecordedRun& run, const RecordedRun& reference);
 
-}  // namespace ds::launcher
+}  // namespace ds

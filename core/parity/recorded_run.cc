@@ -1,4 +1,4 @@
-#include "launcher/parity/recorded_run.h"
+#include "core/parity/recorded_run.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,9 +10,9 @@
 #include "core/check.h"
 #include "core/files/regular_file.h"
 #include "core/json/parse_json.h"
-#include "core/parity_names.h"
+#include "core/parity/parity_names.h"
 
-namespace ds::launcher {
+namespace ds {
 namespace {
 
 using nlohmann::json;
@@ -116,4 +116,4 @@ RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayo
   return run;
 }
 
-}  // namespace ds::launcher
+}  // namespace ds

@@ -1,5 +1,5 @@
-// What a run that `ds-launch parity` has started has written (core/parity_names.h): losses and norms of its steps, and
-// tensors that are read in place.
+// What a run that `ds-launch parity` has started has written (core/parity/parity_names.h): losses and norms of its
+// steps, and tensors that are read in place.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 #include "core/files/mapped_file.h"
 
-namespace ds::launcher {
+namespace ds {
 
 struct RecordedLayout {
   int64_t data_ranks = 1;
@@ -65,4 +65,4 @@ struct RecordedRun {
 // has written its own. Throws IoError for a record that is none, or in which a rank has fewer steps than others.
 RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayout>& layout = std::nullopt);
 
-}  // namespace ds::launcher
+}  // namespace ds

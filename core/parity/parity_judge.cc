@@ -1,4 +1,4 @@
-#include "launcher/parity/parity_judge.h"
+#include "core/parity/parity_judge.h"
 
 #include <algorithm>
 #include <array>
@@ -8,10 +8,10 @@
 #include <numeric>
 #include <vector>
 
-#include "core/parity_names.h"
+#include "core/parity/parity_names.h"
 #include "core/text.h"
 
-namespace ds::launcher {
+namespace ds {
 namespace {
 
 constexpr double kSameRatio = 0.02;       // how near a ratio is to the number that explains it
@@ -363,4 +363,4 @@ ParityVerdict judge_parity(const RecordedRun& run, const RecordedRun& reference)
   return Judge(run, reference).verdict();
 }
 
-}  // namespace ds::launcher
+}  // namespace ds
