@@ -90,6 +90,7 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
                    {"error", NonFiniteGradients::kError},
                    {"continue", NonFiniteGradients::kContinue}});
   json.field("locate_non_finite", c.locate_non_finite);
+  json.field("check_replicas", c.check_replicas, at_least(0));
   json.enumerator("seq_parallel_communication_data_type", c.seq_parallel_communication_data_type,
                   communication_dtype_names());
   json.field("disable_allgather", c.disable_allgather);

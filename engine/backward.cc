@@ -101,6 +101,7 @@ void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt
   }
   engine.reporter->backward_begins();
   engine.divides_loss = scale_wrt_gas;
+  if (engine.parity) engine.parity->note_loss(loss);
   const int64_t micro_batch = counter.done();
   engine.batches.begin(micro_batch, engine.loader.get());
   const double share = scale_wrt_gas ? 1.0 / static_cast<double>(counter.per_update()) : 1.0;

@@ -87,6 +87,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order.consistency, request);
   if (loaded) {  // else, or where it threw, training goes on from that step
     self.step->late().forget();
+    self.replicas->forget();
     self.settings->forget_values();
     warn_of_own_schedule(self, rates);
   }

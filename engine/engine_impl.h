@@ -18,8 +18,10 @@
 #include "engine/make_sampler.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"
+#include "engine/report/parity_record.h"
 #include "engine/report/reporter.h"
 #include "engine/update/optimizer_step.h"
+#include "engine/update/replica_watch.h"
 #include "engine/update/scaled_backward.h"
 #include "engine/update/shown_gradients.h"
 #include "engine/update/step_settings.h"
@@ -62,8 +64,10 @@ struct Engine::Impl {
   std::optional<ScaledBackward> scaled_backward;
   std::optional<StepSettings> settings;
   std::optional<OptimizerStep> step;
+  std::optional<ReplicaWatch> replicas;
   std::optional<ShownGradients> shown;
-  std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
+  std::unique_ptr<ParityRecord> parity;  // null: ds-launch parity has not started the program
+  std::unique_ptr<MovedStates> moved;    // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
   bool warned_of_own_accumulation = false;
   bool warned_of_short_update = false;
@@ -127,7 +131,10 @@ struct Engine::Impl {
   void synchronize(bool judged_next = false);
   // Does so once the last step is judged.
   void synchronize_judged() {
-    named([&] { step->judge_late(); });
+    named([&] {
+      step->judge_late();
+      replicas->judge();
+    });
     synchronize();
   }
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to

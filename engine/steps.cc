@@ -149,7 +149,11 @@ std::string Engine::Impl::with_engine(const std::string& message) const {
 }
 
 void Engine::step() {
-  impl_->named([&] { impl_->make_step(); });
+  impl_->named([&] {
+    if (impl_->parity) impl_->parity->before_step(*this);
+    impl_->make_step();
+    if (impl_->parity) impl_->parity->after_step(*this);
+  });
 }
 
 void Engine::Impl::make_step() {
@@ -198,6 +202,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   progress.global_samples += samples;
   try {
     saves.background().wait_copied();
+    replicas->judge();
     step->run();
   } catch (const optimizers::LossScaleError&) {  // this step is over, and has been skipped
     state.access->end_pass();
@@ -232,6 +237,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
                        .train_batch_size = samples,
                        .loss_scale = told ? scaled_backward->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
+  replicas->step_made(progress.global_steps);
 }
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.micro_batches.at_boundary(); }

@@ -20,6 +20,7 @@
 #include "launcher/hosts/run_on_hosts.h"
 #include "launcher/machine/rendezvous_port.h"
 #include "launcher/other_launchers/tool_run.h"
+#include "launcher/parity/parity_command.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/program_path.h"
 #include "launcher/ranks/job.h"
@@ -120,13 +121,20 @@ int launch(const std::vector<std::string>& words, const std::vector<std::string>
   Console console(STDOUT_FILENO, STDERR_FILENO);
   int result = 0;
   try {
+    if (!words.empty() && words.front() == kParityWord) {
+      result =
+          run_parity({words.begin() + 1, words.end()}, environment, console,
+                     [&](const Options& of_job, const auto& of_ranks) { return run_job(of_job, of_ranks, console); });
+      console.finish(kLastWriteSeconds);
+      return result;
+    }
     const Options options = parse_options(words, environment);
     if (options.answer) {
       console.raw(Console::kOut, *options.answer);
     } else {
       result = run_job(options, environment, console);
     }
-  } catch (const ConfigError& error) {
+  } catch (const Error& error) {
     Notices(console, Verbosity::kError).error(error.what());
     result = kWrongSetting;
   }

@@ -12,6 +12,9 @@ namespace ds::zero {
 uint64_t digest_of(const at::Tensor& values);
 // Another digest, of as many elements of a tensor of integers: int64 [] on their device. Does not wait.
 at::Tensor device_digest_of(const at::Tensor& integers);
+// A checksum of all bits of a strided tensor: int64 [] on its device. It changes with any one bit, and with rows that
+// change places, by far. Does not wait.
+at::Tensor device_checksum_of(const at::Tensor& values);
 // The sum of as many elements of a tensor of floating-point numbers, weighted by their places, and the sum of their
 // magnitudes, weighted alike: float64 [2] on their device. Tensors that are equal but for rounding have sums whose
 // difference is small beside the second number. Does not wait.

@@ -184,4 +184,12 @@ void add_flops_row(const config::DsConfig& config, Plan& plan) {
                        cat("flops_profiler.enabled: true, profile_step: ", section.profile_step)});
 }
 
+void add_replicas_row(const config::DsConfig& config, Plan& plan) {
+  if (!plan.trains || !config.given("check_replicas")) return;
+  const int64_t every = config.check_replicas;
+  plan.rows.push_back({"replicas",
+                       every == 0 ? std::string("not compared") : cat("compared after every ", every, " steps"),
+                       cat("check_replicas: ", every)});
+}
+
 }  // namespace ds::engine

@@ -438,6 +438,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (config.sync_batchnorm) plan.rows.push_back({"batch norm", "of all data ranks", "sync_batchnorm: true"});
   if (config.broadcast_buffers) plan.rows.push_back({"buffers", "those of rank 0", "broadcast_buffers: true"});
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
+  add_replicas_row(config, plan);
   note_products(config, plan);
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

@@ -23,6 +23,9 @@ void add_comms_log_row(const config::DsConfig& config, Plan& plan);
 // Appends the row on flops_profiler.
 void add_flops_row(const config::DsConfig& config, Plan& plan);
 
+// Appends the row on check_replicas, where the file has the key: its default says nothing about a run.
+void add_replicas_row(const config::DsConfig& config, Plan& plan);
+
 // Appends rows on keys that change how DeepSpeed moves data and have no effect on this layout.
 void add_rows_without_effect(const config::DsConfig& config, Plan& plan);
 

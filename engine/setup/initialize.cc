@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <functional>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -390,12 +391,11 @@ void build_steps(Engine::Impl& impl) {
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,
                                       .may_judge_late = all_may_judge_late(impl)});
+  impl.replicas.emplace(impl.state, impl.order.consistency, impl.config.check_replicas);
   impl.shown.emplace(impl.state);
 }
 
-}  // namespace
-
-Initialized initialize(const InitializeOptions& options) {
+Initialized put_together(const InitializeOptions& options) {
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group
@@ -419,6 +419,24 @@ Initialized initialize(const InitializeOptions& options) {
   Initialized result{nullptr, impl->state.optimizer.of_config(), impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training
+  return result;
+}
+
+}  // namespace
+
+Initialized initialize(const InitializeOptions& options) {
+  const std::optional<ParityRun> parity = ParityRun::from_environment();
+  if (!parity) return put_together(options);
+  InitializeOptions of_run = options;
+  of_run.config = parity->config();
+  Initialized result = put_together(of_run);
+  Engine::Impl& impl = EngineAccess::impl_of(*result.engine);
+  std::function<void(int)> seed;
+  if (options.seed_generators) {
+    seed = [seed = static_cast<uint64_t>(impl.config.seed)](int rank) { seed_everything(seed, rank); };
+  }
+  impl.parity = std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config, seed);
+  impl.parity->start(*result.engine);
   return result;
 }
 

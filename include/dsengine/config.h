@@ -2,7 +2,7 @@
 //
 // Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
 // communication_backend, flight_recorder, seed, deterministic, strict, gradient_clip_by_value, gradient_compression,
-// non_finite_gradients and locate_non_finite are ours. docs: configs/README.md.
+// non_finite_gradients, locate_non_finite and check_replicas are ours. docs: configs/README.md.
 //
 // Plain values without owners; a DsConfig that nobody changes is safe from any thread.
 #pragma once
@@ -119,6 +119,8 @@ struct DsConfig {
   GradientCompressionSection gradient_compression;                      // ours
   NonFiniteGradients non_finite_gradients = NonFiniteGradients::kAuto;  // ours
   bool locate_non_finite = false;  // ours: look at every gradient before it is added to others
+  // Ours: after every so many steps, compare what ranks should have alike (docs/is_my_run_right.md); 0: never.
+  int64_t check_replicas = 1000;
   DType seq_parallel_communication_data_type = DType::kFloat32;
   bool disable_allgather = false;
   comm::Backend communication_backend = comm::Backend::kAuto;  // ours

@@ -137,4 +137,25 @@ struct Initialized {
 // disagree on config or parameters.
 Initialized initialize(const InitializeOptions& options);
 
+// What parity_check() trains: a model that is made anew, and the loss of a micro-batch. `micro_batch` counts over all
+// data-parallel ranks and steps, and says what the batch is: one of the ranks takes it, or the one rank that stands for
+// all of them.
+struct ParityProgram {
+  InitializeOptions options;
+  std::function<at::Tensor(int64_t micro_batch)> loss;
+};
+
+// Whether both runs have trained the same, and where they part first, with the likely cause: one line.
+struct ParityReport {
+  bool equal = false;
+  std::string text;
+};
+
+// Trains `steps` steps on the ranks of the job and then, on rank 0 alone, on one rank at stage 0 with the same global
+// batches, and compares losses, gradients and weights: `ds-launch parity` in a program's own tests
+// (docs/is_my_run_right.md). `make` is called twice and makes the same model each time; its random numbers are the
+// program's. The ranks of the job share a temporary folder. The report is the same on all ranks. Throws what
+// initialize() and the steps throw, and UsageError for pipelines and zero::Init.
+ParityReport parity_check(const std::function<ParityProgram()>& make, int64_t steps = 3);
+
 }  // namespace ds::engine

@@ -123,6 +123,7 @@ ordered_json draw_config(Draws& draws, const Arithmetic& of) {
                          {"gradient_accumulation_steps", of.accumulation},
                          {"gradient_clipping", of.clip},
                          {"log_level", "error"},
+                         {"check_replicas", 1},  // finds nothing, whatever else is drawn
                          {"checkpoint", {{"durable", false}}},
                          {"zero_allow_untested_optimizer", true},
                          {"optimizer", optimizer_section(of.optimizer)}};

@@ -78,6 +78,7 @@ struct WaitsCell {
 // The scale of fp16 grows in most steps: only the device knows the next one.
 ordered_json waits_config(int stage, const std::string& precision) {
   ordered_json config = device_config(stage, precision);
+  config["check_replicas"] = 2;  // the host reads it in the next step
   if (precision != "fp16") return config;
   config["fp16"]["initial_scale_power"] = 4;
   config["fp16"]["loss_scale_window"] = 1;

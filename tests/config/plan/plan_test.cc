@@ -117,6 +117,18 @@ TEST(Plan, LeafModulesHaveNoEffectAndTheTableSaysWhatDoesTheSame) {
   EXPECT_THAT(to_table(plan_of({{"zero_optimization", {{"stage", 3}}}})), Not(HasSubstr("leaf_module")));
 }
 
+TEST(Plan, ComparedReplicasHaveARowWhereTheFileHasTheKey) {
+  const auto row_of = [](const ordered_json& config) {
+    for (const PlanRow& row : plan_of(config).rows) {
+      if (row.what == "replicas") return row.choice;
+    }
+    return std::string();
+  };
+  EXPECT_EQ(row_of({{"check_replicas", 50}}), "compared after every 50 steps");
+  EXPECT_EQ(row_of({{"check_replicas", 0}}), "not compared");
+  EXPECT_EQ(row_of(ordered_json::object()), "");
+}
+
 TEST(Plan, WhatIsNotFiniteIsAnErrorUnlessSomethingElseIsSaid) {
   using enum config::NonFiniteGradients;
   const ordered_json no_norm = {{"gradient_clipping", 0.0},

@@ -72,6 +72,7 @@ struct GptRun {
                              {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 2e-3}, {"weight_decay", 0.01}}}}},
                              {"zero_optimization", zero},
                              {"tensor_parallel", {{"autotp_size", tensor}}},
+                             {"check_replicas", 1},
                              {"log_level", "warning"}};
     result.merge_patch(more);
     return result;

@@ -1,0 +1,68 @@
+// What a run that `ds-launch parity` has started has written (core/parity/parity_names.h): losses and norms of its
+// steps, and tensors that are read in place.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/files/mapped_file.h"
+
+namespace ds {
+
+struct RecordedLayout {
+  int64_t data_ranks = 1;
+  int64_t accumulation = 1;
+  int64_t tensor_ranks = 1;
+  int64_t stage = 0;
+  std::string dtype = "fp32";  // of the parameters in forward and backward
+};
+
+struct RecordedStep {
+  std::vector<std::vector<double>> losses;  // by data-parallel rank, of each micro-batch; NaN: not known
+  std::optional<double> loss;               // the mean over all of them, or over their tokens
+  std::optional<double> norm;
+  bool applied = true;
+};
+
+// Float32 or float64 numbers of a file.
+struct RecordedTensor {
+  const void* data = nullptr;
+  size_t count = 0;
+  bool is_double = false;
+
+  double operator[](size_t i) const {
+    return is_double ? static_cast<const double*>(data)[i] : static_cast<double>(static_cast<const float*>(data)[i]);
+  }
+};
+
+// The tensors of one step, in a file of the safetensors format, which has to outlive them.
+class RecordedTensors {
+ public:
+  // Throws IoError.
+  explicit RecordedTensors(const std::string& path);
+
+  const std::map<std::string, RecordedTensor>& all() const { return tensors_; }
+  const RecordedTensor* find(const std::string& name) const;
+
+ private:
+  MappedFile file_;
+  std::map<std::string, RecordedTensor> tensors_;
+};
+
+struct RecordedRun {
+  std::string folder;
+  RecordedLayout layout;
+  std::vector<RecordedStep> steps;  // the first one is step 1
+
+  RecordedTensors tensors(size_t step) const;  // 0: the weights at the start
+};
+
+// Reads the record in `folder`. `layout`: that of the run whose batches this one has taken on one rank; empty: the run
+// has written its own. Throws IoError for a record that is none, or in which a rank has fewer steps than others.
+RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayout>& layout = std::nullopt);
+
+}  // namespace ds

@@ -1,0 +1,179 @@
+#include "launcher/parity/parity_command.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+#include "core/check.h"
+#include "core/parity/parity_judge.h"
+#include "core/parity/parity_names.h"
+#include "core/parity/recorded_run.h"
+
+namespace ds::launcher {
+namespace {
+
+constexpr const char* kUsage =
+    "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] CONFIG -- PROGRAM ARGS";
+
+struct ParityOptions {
+  std::string config;
+  std::string against;  // the config of the run on one rank; empty: `config`
+  std::string folder;   // where the records stay; empty: nowhere
+  int64_t steps = 5;
+  Options launch;  // program, arguments and ranks
+};
+
+// Takes a flag of ours and its value out of `words`, which end before the program; empty: it is not there.
+std::string take_flag(std::vector<std::string>& words, const std::string& flag) {
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i].starts_with(flag + "=")) {
+      const std::string value = words[i].substr(flag.size() + 1);
+      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
+      return value;
+    }
+    if (words[i] != flag) continue;
+    require<ConfigError>(i + 1 < words.size(), flag, ": expected a value; ", kUsage);
+    const std::string value = words[i + 1];
+    const auto at = words.begin() + static_cast<std::ptrdiff_t>(i);
+    words.erase(at, at + 2);
+    return value;
+  }
+  return {};
+}
+
+int64_t steps_of(const std::string& text) {
+  int64_t steps = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), steps);
+  require<ConfigError>(error == std::errc() && end == text.data() + text.size() && steps > 0,
+                       "--steps: expected a number of at least 1, found ", text);
+  return steps;
+}
+
+void require_one_machine(const Options& options) {
+  const bool hosts = !options.hostfile.empty() || !options.include.empty() || !options.exclude.empty() ||
+                     options.num_nodes || options.node_rank || options.meets_at_endpoint ||
+                     options.launcher != Launcher::kSsh;
+  require<ConfigError>(!hosts,
+                       "ds-launch parity: expected ranks of this machine alone, found flags that name hosts or ",
+                       "another launcher; compare on one machine, with as many ranks by --num_procs");
+}
+
+// What CLI11 takes for the program is the config; -- and the program are its arguments.
+ParityOptions parse_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
+  ParityOptions options;
+  const auto marker = std::find(words.begin(), words.end(), "--");
+  std::vector<std::string> own(words.begin(), marker);
+  options.against = take_flag(own, "--against");
+  options.folder = take_flag(own, "--folder");
+  const std::string steps = take_flag(own, "--steps");
+  if (!steps.empty()) options.steps = steps_of(steps);
+  own.insert(own.end(), marker, words.end());
+  options.launch = parse_options(own, environment);
+  if (options.launch.answer) return options;
+  std::vector<std::string>& rest = options.launch.arguments;
+  require<ConfigError>(rest.size() >= 2 && rest.front() == "--", "ds-launch parity: expected CONFIG -- PROGRAM, found ",
+                       "no -- behind ", options.launch.program, "; ", kUsage,
+                       " (a program that is called parity starts as ./parity)");
+  options.config = options.launch.program;
+  options.launch.program = rest[1];
+  rest.erase(rest.begin(), rest.begin() + 2);
+  require_one_machine(options.launch);
+  for (const std::string& config : {options.config, options.against}) {
+    std::error_code none;
+    require<ConfigError>(config.empty() || std::filesystem::is_regular_file(config, none),
+                         "ds-launch parity: expected a ds_config, found no file ", config);
+  }
+  options.launch.standalone = true;
+  options.launch.max_restarts = 0;
+  return options;
+}
+
+std::string new_folder(const std::string& wanted) {
+  if (!wanted.empty()) {
+    std::filesystem::create_directories(wanted);
+    require<ConfigError>(std::filesystem::is_empty(wanted), "--folder: expected an empty folder, found files in ",
+                         wanted);
+    return std::filesystem::absolute(wanted).string();
+  }
+  std::string made = (std::filesystem::temp_directory_path() / "ds-parity.XXXXXX").string();
+  require<IoError>(mkdtemp(made.data()) != nullptr, made,
+                   ": the folder of the records cannot be made: ", std::strerror(errno));
+  return made;
+}
+
+// Removes the records at its end, unless they are to stay.
+class RecordFolder {
+ public:
+  explicit RecordFolder(const std::string& wanted) : path_(new_folder(wanted)), stays_(!wanted.empty()) {
+    std::filesystem::create_directories(of_run());
+    std::filesystem::create_directories(of_reference());
+  }
+  RecordFolder(const RecordFolder&) = delete;
+  RecordFolder& operator=(const RecordFolder&) = delete;
+  ~RecordFolder() {
+    std::error_code none;
+    if (!stays_) std::filesystem::remove_all(path_, none);
+  }
+  std::string of_run() const { return path_ + "/layout"; }
+  std::string of_reference() const { return path_ + "/one_rank"; }
+
+ private:
+  std::string path_;
+  bool stays_;
+};
+
+std::vector<std::string> with_variables(const std::vector<std::string>& environment,
+                                        const std::vector<std::pair<const char*, std::string>>& variables) {
+  std::vector<std::string> result;
+  for (const std::string& entry : environment) {
+    if (!entry.starts_with("DS_PARITY_")) result.push_back(entry);
+  }
+  for (const auto& [name, value] : variables) result.push_back(cat(name, '=', value));
+  return result;
+}
+
+Options on_one_rank(Options options) {
+  options.num_procs = 1;
+  options.count_kind = CountKind::kNumber;
+  options.count_is_gpus = false;
+  options.total_procs.reset();
+  return options;
+}
+
+}  // namespace
+
+int run_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment, Console& console,
+               const RunJob& run) {
+  const ParityOptions options = parse_parity(words, environment);
+  if (options.launch.answer) {
+    console.raw(Console::kOut, cat(kUsage, "\n\n", *options.launch.answer));
+    return 0;
+  }
+  const RecordFolder folder(options.folder);
+  const auto start = [&](const Options& launch, const std::string& to, const std::string& config,
+                         const std::string& like) {
+    std::vector<std::pair<const char*, std::string>> variables = {
+        {kParityFolderVariable, to},
+        {kParityConfigVariable, std::filesystem::absolute(config).string()},
+        {kParityStepsVariable, cat(options.steps)}};
+    if (!like.empty()) variables.emplace_back(kParityLikeVariable, like);
+    return run(launch, with_variables(environment, variables));
+  };
+  if (const int code = start(options.launch, folder.of_run(), options.config, ""); code != 0) return code;
+  const RecordedRun layout = read_run(folder.of_run());
+  const std::string& config = options.against.empty() ? options.config : options.against;
+  const int code = start(on_one_rank(options.launch), folder.of_reference(), config, folder.of_run());
+  if (code != 0) return code;
+  const RecordedRun reference = read_run(folder.of_reference(), layout.layout);
+  const ParityVerdict verdict = judge_parity(layout, reference);
+  console.line(Console::kOut, verdict.text);
+  return verdict.equal ? 0 : 1;
+}
+
+}  // namespace ds::launcher

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""`ds-launch parity` on programs of the examples, unmodified: equal on two ranks at each stage, different where the run on one
+rank trains otherwise, and refused by name where one rank cannot take the place of two.
+
+  parity.py BUILD SCRATCH SOURCE
+"""
+import json
+import os
+import subprocess
+import sys
+
+BUILD, SCRATCH, SOURCE = sys.argv[1:4]
+STEP = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "log_level": "warning"}
+GPT = ["gpt", "--deepspeed_config", "replaced.json", "--data", f"{SOURCE}/tests/parity/data/kjv_1m.bin", "--steps", "50", "--generate", "0",
+       "--device", "cpu"]
+
+
+def check(ok, what, *found):
+    if not ok:
+        sys.exit(f"expected: {what}; found: {' '.join(map(str, found))}")
+
+
+def write(name, config):
+    path = os.path.join(SCRATCH, name)
+    with open(path, "w") as f:
+        json.dump(config, f)
+    return path
+
+
+def parity(config, program, *flags):
+    """Exit code and output."""
+    command = [f"{BUILD}/bin/ds-launch", "parity", "--num_procs", "2", "--steps", "3", *flags, write("config.json", config), "--",
+               f"{BUILD}/bin/{program[0]}", *program[1:]]
+    done = subprocess.run(command, cwd=f"{SOURCE}/examples/01_first_step", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=120, env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""))
+    print(" ".join(command), done.stdout, sep="\n", flush=True)
+    return done.returncode, done.stdout
+
+
+def expect(code_and_text, code, *parts):
+    found, text = code_and_text
+    check((found == code or (code is None and found != 0)) and all(part in text for part in parts), f"exit code {code} and {parts}", found, text)
+
+
+os.makedirs(SCRATCH, exist_ok=True)
+for stage in range(4):
+    expect(parity(STEP | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}, ["first_step"]), 0,
+           f"parity: equal, 2 ranks (2 data-parallel, stage {stage}, fp32) and one rank: 3 steps, 4 parameters")
+expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, GPT), 0, "parity: equal, 2 ranks")
+expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, GPT), 0,
+       "parity: equal, 2 ranks", "bf16")
+other = write("other.json", STEP | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-2}}})
+expect(parity(STEP, ["first_step"], "--against", other), 1, "parity: different", "step 1: the gradients agree, and the update of",
+       "0.5 times")
+expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), None, "parity: ", "gradient_allreduce_op: a sum over ranks")
