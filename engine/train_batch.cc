@@ -98,9 +98,10 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   }
 }
 
-// Digests of the micro-batches that this rank takes; null where there is one rank.
+// Digests of the micro-batches that this rank takes; null where no other rank takes the same ones.
 std::shared_ptr<MicroBatchDigests> digests_of(const Engine::Impl& engine, int micro_batches) {
-  if (engine.state.pipeline_ranks() == 1) return nullptr;
+  const TensorParts* const tensor = engine.state.tensor.get();
+  if (engine.state.pipeline_ranks() == 1 && tensor == nullptr) return nullptr;
   using Stage = MicroBatchDigests::Stage;
   const std::vector<int>& rank_of = engine.state.pipeline->module->placement();
   const int rank = engine.state.pipeline->ranks->rank();
@@ -108,7 +109,9 @@ std::shared_ptr<MicroBatchDigests> digests_of(const Engine::Impl& engine, int mi
   if (rank_of.front() != rank_of.back()) {
     stage = rank == rank_of.front() ? Stage::kFirst : rank == rank_of.back() ? Stage::kLast : Stage::kOther;
   }
-  return std::make_shared<MicroBatchDigests>(micro_batches, stage);
+  const auto axis = tensor ? MicroBatchDigests::AxisPlace{.rank = tensor->ranks->rank(), .ranks = tensor->ranks->size()}
+                           : MicroBatchDigests::AxisPlace{};
+  return std::make_shared<MicroBatchDigests>(micro_batches, stage, axis);
 }
 
 void require_defined(const pipeline::Tensors& tensors, const char* kind) {
@@ -125,16 +128,6 @@ pipeline::MicroBatch given_by(const pipeline::BatchSource& next, MicroBatchDiges
   require_defined(batch.labels, "label ");
   if (taken) taken->see(batch);
   return batch;
-}
-
-// Shows a micro-batch to the ranks of a tensor axis, which compare what they were given at the end of the step: layers
-// that are not split read it before any operator on parts does.
-void note_data(TensorParts* parts, const pipeline::MicroBatch& batch) {
-  if (parts == nullptr) return;
-  parts->next_batch();
-  for (const auto* const tensors : {&batch.inputs, &batch.labels}) {
-    for (const at::Tensor& tensor : *tensors) parts->note_data(tensor);
-  }
 }
 
 // Returns what stages compare, the settings of the step and the micro-batches, on the device; undefined where there is
@@ -202,7 +195,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   pipeline::StageCallbacks callbacks = backward_callbacks(self);
   callbacks.next = [&] {
     pipeline::MicroBatch batch = on_device(given_by(next, taken.get()));
-    note_data(self.state.tensor.get(), batch);
+    if (self.state.tensor) self.state.tensor->next_batch();
     self.batches.begin(given++, self.loader.get());
     return batch;
   };

@@ -70,6 +70,22 @@ bool has_shape(const at::Tensor& tensor, const MessageShape& shape) {
   return tensor.scalar_type() == shape.dtype && tensor.sizes() == shape.sizes;
 }
 
+// Returns in how many pieces tensors of this shape travel. `cuts`: what is the same on all ranks of the axis is cut.
+int pieces_of(const MessageOptions& options, bool cuts, const MessageShape& shape) {
+  if (!cuts || !options.axis_ranks || shape.split) return 1;
+  const int64_t elements = c10::multiply_integers(shape.sizes);
+  const int ranks = options.axis_ranks->size();
+  return elements > 0 && elements % ranks == 0 ? ranks : 1;
+}
+
+// Returns what this rank sends of a tensor of this shape.
+at::Tensor sent_piece(const MessageOptions& options, bool cuts, const at::Tensor& tensor, const MessageShape& shape) {
+  const int64_t pieces = pieces_of(options, cuts, shape);
+  if (pieces == 1) return tensor;
+  const int64_t elements = tensor.numel() / pieces;
+  return tensor.contiguous().view({-1}).narrow(0, options.axis_ranks->rank() * elements, elements);
+}
+
 // Sends the first message of one rank to another.
 void open(comm::Communicator& ranks, int sender, int receiver, c10::Device device) {
   const bool sends = ranks.rank() == sender;
@@ -275,27 +291,12 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
   }
   const std::string from = cat(what, ", made by ", layers);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    send(sent_piece(Content::kActivation, tensors[i].detach(), shapes[i]), route.peer, what, i, from);
+    send(sent_piece(options_, options_.cut_activations, tensors[i].detach(), shapes[i]), route.peer, what, i, from);
   }
   if (!at::GradMode::is_enabled()) return;
   MessageShapes& back = sent_[{route.stage, route.micro_batch}];
   std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back),
                [](const MessageShape& s) { return s.requires_grad; });
-}
-
-int StageMessages::pieces_of(Content content, const MessageShape& shape) const {
-  const bool cuts = content == Content::kActivation ? options_.cut_activations : options_.cut_gradients;
-  if (!cuts || !options_.axis_ranks || shape.split) return 1;
-  const int64_t elements = c10::multiply_integers(shape.sizes);
-  const int ranks = options_.axis_ranks->size();
-  return elements > 0 && elements % ranks == 0 ? ranks : 1;
-}
-
-at::Tensor StageMessages::sent_piece(Content content, const at::Tensor& tensor, const MessageShape& shape) const {
-  const int64_t pieces = pieces_of(content, shape);
-  if (pieces == 1) return tensor;
-  const int64_t elements = tensor.numel() / pieces;
-  return tensor.contiguous().view({-1}).narrow(0, options_.axis_ranks->rank() * elements, elements);
 }
 
 void StageMessages::begin_activation(const Route& route) { begin(Content::kActivation, route); }
@@ -308,7 +309,7 @@ void StageMessages::send_gradient(const Route& route, const Activation& inputs, 
   for (size_t i = 0; i < shapes.size(); ++i) {
     if (!shapes[i].requires_grad) continue;
     const at::Tensor gradient = gradients[i].defined() ? gradients[i] : at::zeros_like(inputs.tensors[i]);
-    send(sent_piece(Content::kGradient, gradient, shapes[i]), route.peer, what, i, what);
+    send(sent_piece(options_, options_.cut_gradients, gradient, shapes[i]), route.peer, what, i, what);
   }
 }
 
@@ -351,9 +352,10 @@ void StageMessages::start(Incoming& message) {
     message.shapes = std::move(sent->second);
     sent_.erase(sent);
   }
+  const bool cuts = message.content == Content::kActivation ? options_.cut_activations : options_.cut_gradients;
   for (const MessageShape& shape : message.shapes) {
     message.tensors.push_back(buffers_.get(shape));
-    const int64_t pieces = pieces_of(message.content, shape);
+    const int64_t pieces = pieces_of(options_, cuts, shape);
     message.pieces.push_back(pieces == 1 ? at::Tensor()
                                          : buffers_.get({.dtype = shape.dtype,
                                                          .requires_grad = false,

@@ -168,10 +168,6 @@ class StageMessages {
   void send(const at::Tensor& tensor, int peer, const std::string& label, size_t position = 0, std::string from = {});
   void end_oldest();
   void begin(Content content, const Route& route);
-  // Returns in how many pieces tensors of this shape travel.
-  int pieces_of(Content content, const MessageShape& shape) const;
-  // Returns what this rank sends of a tensor of this shape.
-  at::Tensor sent_piece(Content content, const at::Tensor& tensor, const MessageShape& shape) const;
   bool knows_shapes(const Incoming& message) const;
   void start(Incoming& message);
   void start_until(const MessageKey& key);

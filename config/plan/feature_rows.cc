@@ -113,7 +113,10 @@ void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Pla
                          "tensor_parallel.sequence_parallel: true"});
   }
   if (plan.tensor.overlap) {
-    plan.rows.push_back({"tp_overlap_comm", "sums of input gradients run beside the products of weight gradients",
+    const bool staged = plan.pipeline && plan.topology.pipe > 1;
+    plan.rows.push_back({"tp_overlap_comm",
+                         cat("sums of input gradients run beside the products of weight gradients",
+                             staged ? ", which leaves a schedule's own pass for weights those of other layers" : ""),
                          "tensor_parallel.tp_overlap_comm: true"});
   }
   if (plan.tensor.verify) {

@@ -33,6 +33,11 @@ constexpr double kRounding = 1e-5;
 struct DigestPlace {
   enum : int64_t { kHas, kDigest, kSum, kMagnitude, kGiven, kPlaces };
 };
+// The places of their sums: behind them digest and sum once more, with factors that add up to nothing over the ranks of
+// a tensor axis.
+struct SumPlace {
+  enum : int64_t { kAxisDigest = DigestPlace::kPlaces, kAxisSum, kPlaces };
+};
 
 at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
@@ -60,9 +65,13 @@ at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
   return at::cat({one, digest.bitwise_and(kLowBits).to(at::kDouble), sums, one});
 }
 
+bool differ_beyond_rounding(double digests, double sums, double magnitude) {
+  return digests != 0 || std::abs(sums) > kRounding * magnitude;
+}
+
 bool numbers_differ(const double* difference) {
-  return difference[DigestPlace::kDigest] != 0 ||
-         std::abs(difference[DigestPlace::kSum]) > kRounding * difference[DigestPlace::kMagnitude];
+  return differ_beyond_rounding(difference[DigestPlace::kDigest], difference[DigestPlace::kSum],
+                                difference[DigestPlace::kMagnitude]);
 }
 
 // The numbers that a rank tells of one kind of one micro-batch, once ranks differ.
@@ -70,25 +79,27 @@ struct Told {
   enum : size_t { kPipeline, kStage, kHas, kDigest, kSum, kMagnitude, kNumbers };
 };
 
-bool tells_other(const int64_t* first, const int64_t* last) {
-  if (first[Told::kStage] != 1 || last[Told::kStage] != -1 || first[Told::kPipeline] != last[Told::kPipeline] ||
-      first[Told::kHas] == 0 || last[Told::kHas] == 0) {
+// Whether two ranks that are compared tell other numbers: along an axis ranks of one stage, which reads what is told,
+// else a first and a last stage.
+bool tells_other(const int64_t* one, const int64_t* other, bool along_axis) {
+  const bool compared =
+      along_axis ? one[Told::kStage] == other[Told::kStage] : one[Told::kStage] == 1 && other[Told::kStage] == -1;
+  if (!compared || one[Told::kPipeline] != other[Told::kPipeline] || one[Told::kHas] == 0 || other[Told::kHas] == 0) {
     return false;
   }
   const auto value = [](const int64_t* told, size_t place) { return std::bit_cast<double>(told[place]); };
-  const double differences[] = {0, static_cast<double>(first[Told::kDigest] - last[Told::kDigest]),
-                                value(first, Told::kSum) - value(last, Told::kSum),
-                                value(first, Told::kMagnitude) + value(last, Told::kMagnitude)};
-  return numbers_differ(differences);
+  return differ_beyond_rounding(static_cast<double>(one[Told::kDigest] - other[Told::kDigest]),
+                                value(one, Told::kSum) - value(other, Told::kSum),
+                                value(one, Told::kMagnitude) + value(other, Told::kMagnitude));
 }
 
-// "ranks 0 and 1, ", the first pair that differs.
-std::string differing_ranks(const std::vector<int64_t>& told) {
+// "ranks 0 and 1", the first pair that differs.
+std::string differing_ranks(const std::vector<int64_t>& told, bool along_axis) {
   const size_t ranks = told.size() / Told::kNumbers;
-  for (size_t first = 0; first < ranks; ++first) {
-    for (size_t last = 0; last < ranks; ++last) {
-      if (tells_other(told.data() + first * Told::kNumbers, told.data() + last * Told::kNumbers)) {
-        return cat("ranks ", first, " and ", last, ", ");
+  for (size_t one = 0; one < ranks; ++one) {
+    for (size_t other = 0; other < ranks; ++other) {
+      if (tells_other(told.data() + one * Told::kNumbers, told.data() + other * Told::kNumbers, along_axis)) {
+        return cat("ranks ", one, " and ", other);
       }
     }
   }
@@ -97,15 +108,23 @@ std::string differing_ranks(const std::vector<int64_t>& told) {
 
 }  // namespace
 
-MicroBatchDigests::MicroBatchDigests(int micro_batches, Stage stage)
+MicroBatchDigests::MicroBatchDigests(int micro_batches, Stage stage, AxisPlace axis)
     : stage_(stage),
+      axis_(axis),
       rows_(kKinds * static_cast<size_t>(micro_batches),
             at::zeros({DigestPlace::kPlaces}, at::TensorOptions().dtype(at::kDouble))) {}
 
 void MicroBatchDigests::see(const pipeline::MicroBatch& batch) {
-  if (stage_ == Stage::kOther || seen_ + kKinds > rows_.size()) return;
+  if ((stage_ == Stage::kOther && axis_.ranks == 1) || seen_ + kKinds > rows_.size()) return;
   rows_[seen_++] = numbers_of(batch.inputs);
   rows_[seen_++] = numbers_of(batch.labels);
+}
+
+// Equal numbers of all ranks of an axis add up to nothing. 0: the stage does not read what the row is about.
+double MicroBatchDigests::axis_factor(size_t row) const {
+  const bool inputs = row % kKinds == 0;
+  if (stage_ == (inputs ? Stage::kLast : Stage::kFirst)) return 0;
+  return axis_.rank == 0 ? axis_.ranks - 1 : -1;
 }
 
 at::Tensor MicroBatchDigests::summable(at::Device device) const {
@@ -115,6 +134,9 @@ at::Tensor MicroBatchDigests::summable(at::Device device) const {
   if (!on_host) {
     for (at::Tensor& row : rows) row = row.is_cpu() ? sent_to(device, row) : row.to(device);
   }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = at::cat({rows[i], rows[i].narrow(0, DigestPlace::kDigest, 2) * axis_factor(i)});
+  }
   at::Tensor numbers = at::stack(rows);
   // The last stage's are taken away from those of the first; magnitudes are added.
   numbers.narrow(1, DigestPlace::kHas, DigestPlace::kMagnitude).mul_(static_cast<int>(stage_));
@@ -122,34 +144,55 @@ at::Tensor MicroBatchDigests::summable(at::Device device) const {
   return on_host ? sent_to(device, numbers) : numbers;
 }
 
-std::optional<size_t> MicroBatchDigests::first_difference(const at::Tensor& sums) const {
+std::optional<MicroBatchDigests::Difference> MicroBatchDigests::first_difference(const at::Tensor& sums) const {
   const auto* const numbers = sums.const_data_ptr<double>();
-  const auto row = [&](size_t i) { return numbers + i * static_cast<size_t>(DigestPlace::kPlaces); };
+  const auto row = [&](size_t i) { return numbers + i * static_cast<size_t>(SumPlace::kPlaces); };
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (differ_beyond_rounding(row(i)[SumPlace::kAxisDigest], row(i)[SumPlace::kAxisSum],
+                               row(i)[DigestPlace::kMagnitude])) {
+      return Difference{.row = i, .along_axis = true};
+    }
+  }
   const auto compared = [&](size_t i) { return row(i)[DigestPlace::kHas] == 0 && row(i)[DigestPlace::kGiven] > 0; };
   for (size_t i = 0; i < rows_.size(); ++i) {
     // The last stage reads no inputs. Where labels are the same, it may have drawn inputs of its own.
     if (i % kKinds == 0 && compared(i + 1)) continue;
-    if (compared(i) && numbers_differ(row(i))) return i;
+    if (compared(i) && numbers_differ(row(i))) return Difference{.row = i};
   }
   return std::nullopt;
 }
 
+bool MicroBatchDigests::differ_along_axis(const at::Tensor& sums) const {
+  const std::optional<Difference> found = first_difference(sums);
+  return found && found->along_axis;
+}
+
 void MicroBatchDigests::require_same(const at::Tensor& sums, int pipeline, comm::Communicator& world, at::Device device,
                                      const char* outcome) const {
-  const std::optional<size_t> place = first_difference(sums);
-  if (!place) return;
-  const at::Tensor own = rows_[*place].cpu();
+  const std::optional<Difference> found = first_difference(sums);
+  if (!found) return;
+  const at::Tensor own = rows_[found->row].cpu();
   const auto* const numbers = own.const_data_ptr<double>();
   const auto bits = [&](int64_t at) { return std::bit_cast<int64_t>(numbers[at]); };
+  const bool reads = !found->along_axis || axis_factor(found->row) != 0;
   const std::vector<int64_t> told = comm::numbers_of_ranks(
       world, device,
-      {pipeline, static_cast<int>(stage_), static_cast<int64_t>(numbers[DigestPlace::kHas]),
+      {pipeline, static_cast<int>(stage_), reads ? static_cast<int64_t>(numbers[DigestPlace::kHas]) : 0,
        static_cast<int64_t>(numbers[DigestPlace::kDigest]), bits(DigestPlace::kSum), bits(DigestPlace::kMagnitude)},
       "digests of a micro-batch");
+  const std::string ranks = differing_ranks(told, found->along_axis);
+  const char* const kind = found->row % kKinds == 0 ? "inputs" : "labels";
+  const std::string place = cat(" for micro-batch ", found->row / kKinds, " of the batch. ");
+  if (found->along_axis) {
+    throw UsageError(cat(ranks.empty() ? "ranks" : ranks, " of one tensor axis took different ", kind, place,
+                         "Each of the ", axis_.ranks, " ranks of an axis has a part of the layers: they run on the ",
+                         "same micro-batches. Read by engine->communicator().rank(), the data-parallel rank, not by ",
+                         "the rank of the job, and draw random numbers from generators that are seeded alike. ",
+                         outcome));
+  }
   throw UsageError(cat(
-      differing_ranks(told), "the first and the last stage of a pipeline took different ",
-      *place % kKinds == 0 ? "inputs" : "labels", " for micro-batch ", *place / kKinds,
-      " of the batch. Each asks its own source or dataset, and both have to get the same micro-batches: the first ",
+      ranks, ranks.empty() ? "" : ", ", "the first and the last stage of a pipeline took different ", kind, place,
+      "Each asks its own source or dataset, and both have to get the same micro-batches: the first ",
       "has the inputs, the last one the labels. Read by engine->communicator().rank(), the data-parallel rank, not ",
       "by the rank of the job. Draw random numbers from a generator that is seeded alike on both (by that rank and ",
       "the step, or by the number of the sample), not from the default one. A stage may leave out what it does not ",

@@ -292,23 +292,23 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   const CheckTime::Scope time;
   if (facts_.axis) read_axis();
   begin_reading();
+  const auto* const numbers = ranks_.size() == 1 ? nullptr : sums_.numbers().const_data_ptr<double>();
+  const bool changes_differ = numbers && !all_equal(numbers + WorldPlace::kChanges, ranks_.size());
+  parted = changes_differ || (updated && stages_part_models());
+  require_same_over_stages(updated);
   if (ranks_.size() == 1) {
     parted = !facts_.axis_problem.empty() && (updated || facts_.changes != 0);
     require_same_along_axis(updated);
-    parted = updated && stages_differ();
-    require_same_settings(updated);
     return loss();
   }
-  const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   if (numbers[WorldPlace::kAxisProblem] > 0) {
     parted = updated || numbers[WorldPlace::kChanges] > 0;  // of any axis: all ranks say so alike
     require_same_along_axis(updated);
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }
   if (!all_equal(numbers + WorldPlace::kStep, ranks_.size())) explain("are at different steps");
-  parted =
-      !all_equal(numbers + WorldPlace::kChanges, ranks_.size()) || (updated && (stages_differ() || settings_differ()));
-  require_same_settings(updated);
+  parted = changes_differ || (updated && settings_differ());
+  if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
   if (!all_equal(numbers + WorldPlace::kPosition, ranks_.size())) {
     explain(
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
@@ -322,7 +322,7 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where they "
         "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
   }
-  if (!all_equal(numbers + WorldPlace::kChanges, ranks_.size())) {
+  if (changes_differ) {
     parted = true;
     explain(
         "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
@@ -345,14 +345,12 @@ void StepAgreement::require_same_along_axis(bool updated) const {
   require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
 }
 
-void StepAgreement::require_same_settings(bool updated) const {
-  // Differences that all ranks of the world find alike, and explain together, come first.
+void StepAgreement::require_same_over_stages(bool updated) const {
   if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
   if (micro_batches_differ()) {
     facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,
                                        updated ? "The step was applied" : "Nothing was applied");
   }
-  if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
 }
 
 bool StepAgreement::settings_differ() const {
@@ -368,6 +366,11 @@ at::Tensor StepAgreement::sums_of_micro_batches() const { return stages_.numbers
 
 bool StepAgreement::micro_batches_differ() const {
   return stages_.defined() && facts_.micro_batches && facts_.micro_batches->differ(sums_of_micro_batches());
+}
+
+bool StepAgreement::stages_part_models() const {
+  return stages_differ() ||
+         (micro_batches_differ() && facts_.micro_batches->differ_along_axis(sums_of_micro_batches()));
 }
 
 bool StepAgreement::differs() const {

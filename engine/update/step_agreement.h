@@ -87,7 +87,7 @@ struct StepFacts {
   // In a pipeline, the sums over all ranks of the world of summable_digest() and, behind them, of
   // MicroBatchDigests::summable(), on the ranks' device.
   at::Tensor stages = {};
-  std::shared_ptr<const MicroBatchDigests> micro_batches = {};  // in a pipeline of several ranks
+  std::shared_ptr<const MicroBatchDigests> micro_batches = {};  // of a PipelineModule on several ranks
   comm::Communicator* world = nullptr;                          // all ranks; outlives the comparison
 };
 
@@ -126,13 +126,16 @@ class StepAgreement {
   // Whether settings differ among the ranks of the group, or of a pipeline. The numbers have come.
   bool settings_differ() const;
   bool stages_differ() const;
-  // Whether the first and the last stage of a pipeline took different micro-batches. The numbers have come.
+  // Whether the first and the last stage of a pipeline, or ranks of a tensor axis, took different micro-batches. The
+  // numbers have come.
   bool micro_batches_differ() const;
+  // Whether what the world's ranks find alike leaves them with different models, once they have updated.
+  bool stages_part_models() const;
   at::Tensor sums_of_micro_batches() const;
-  // Both throw where ranks differ: along this rank's axis in anything, among the others in settings and, in a pipeline,
-  // in micro-batches. `updated` as of finish().
+  // Both throw where ranks differ: along this rank's axis in anything, over the stages of a pipeline in settings or
+  // micro-batches, which all ranks of the world find alike and explain together. `updated` as of finish().
   void require_same_along_axis(bool updated) const;
-  void require_same_settings(bool updated) const;
+  void require_same_over_stages(bool updated) const;
   [[noreturn]] void explain(const char* what) const;
   // Throws with the first setting in which `ranks`, all of which come here, differ.
   [[noreturn]] void explain_settings(StepSettings::Among among, comm::Communicator& ranks, bool updated) const;

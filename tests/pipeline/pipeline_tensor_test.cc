@@ -3,9 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,6 +17,7 @@
 #include "tests/support/borrowed.h"
 #include "tests/support/grid.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::pipeline {
 namespace {
@@ -39,18 +40,15 @@ at::Tensor scores(TableImpl& table, const at::Tensor& x) { return torch::matmul(
 
 // The two halves of a layer: between them the activation is split over the tensor axis.
 struct WideImpl : torch::nn::Module {
-  WideImpl(const std::string& name, at::ScalarType dtype, double drops) : drops_(drops) {
+  WideImpl(const std::string& name, at::ScalarType dtype) {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
     wide = register_module("wide", torch::nn::Linear(kWidth, 2 * kWidth));
     fill_by_name(*this, name);
     to(dtype);
   }
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
-    return {x, torch::dropout(torch::gelu(wide(norm(x))), drops_, is_training())};
-  }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) { return {x, torch::gelu(wide(norm(x)))}; }
   torch::nn::LayerNorm norm{nullptr};
   torch::nn::Linear wide{nullptr};
-  double drops_;
 };
 TORCH_MODULE(Wide);
 
@@ -65,26 +63,20 @@ struct NarrowImpl : torch::nn::Module {
 };
 TORCH_MODULE(Narrow);
 
-std::vector<LayerSpec> halves_of(int depth, bool tied, at::ScalarType dtype = at::kFloat, double drops = 0) {
+std::vector<LayerSpec> halves_of(int depth, bool tied, at::ScalarType dtype) {
   std::vector<LayerSpec> layers;
   const std::string table = "embed";
   layers.push_back(tied ? LayerSpec::tied<Table>("embed", table, dtype)
                         : LayerSpec::of<Table>(table, dtype).named("embed"));
   for (int i = 0; i < depth; ++i) {
     const std::string name = "h." + std::to_string(i);
-    layers.push_back(LayerSpec::of<Wide>(name, dtype, drops).named(name + ".up"));
+    layers.push_back(LayerSpec::of<Wide>(name, dtype).named(name + ".up"));
     layers.push_back(LayerSpec::of<Narrow>(name, dtype).named(name + ".down"));
   }
   layers.push_back(
       tied ? LayerSpec::tied_with<Table>("embed", scores, table, dtype)
            : LayerSpec::made_by([=] { return std::make_shared<TableImpl>("head", dtype); }, scores).named("head"));
   return layers;
-}
-
-// The vocabulary's 13 entries are uneven over the ranks.
-std::vector<parallel::SplitRule> rules(bool tied) {
-  using enum parallel::Style;
-  return {{".*up\\.wide", kColumn}, {".*down\\.narrow", kRow}, {tied ? "embed" : "embed|head", kVocabulary}};
 }
 
 // Tokens [2, 8].
@@ -108,6 +100,7 @@ struct SplitJob {
   at::ScalarType dtype = at::kFloat;
   int depth = 3;
   int steps = 5;
+  bool cuts_vocabulary = true;  // its 13 entries are uneven over the ranks
   nlohmann::json more = nlohmann::json::object();
 
   int world() const { return pipe * tensor * data; }
@@ -125,6 +118,12 @@ struct SplitJob {
                                {"partition", "uniform"},
                                {"activation_checkpoint_interval", interval}}}};
     result.merge_patch(more);
+    return result;
+  }
+  std::vector<parallel::SplitRule> rules() const {
+    using enum parallel::Style;
+    std::vector<parallel::SplitRule> result = {{".*up\\.wide", kColumn}, {".*down\\.narrow", kRow}};
+    if (cuts_vocabulary) result.push_back({tied ? "embed" : "embed|head", kVocabulary});
     return result;
   }
   std::shared_ptr<PipelineModule> make() const {
@@ -162,7 +161,7 @@ void run_split(const SplitJob& job, const Body& body) {
   test::run_ranks(job.world(), [&](comm::Communicator& world) {
     torch::set_num_threads(1);
     const auto parts = engine::initialize(
-        {.model = job.make(), .config = job.config(), .split = rules(job.tied), .communicator = test::borrowed(world)});
+        {.model = job.make(), .config = job.config(), .split = job.rules(), .communicator = test::borrowed(world)});
     body(*parts.engine, world);
   });
 }
@@ -227,6 +226,145 @@ TEST(PipelineTensor, FourStagesAndFourRanksOfAnAxisTrainAsOneProcess) {
   const Curve wanted = plainly({.tied = true});
   expect_same(train_split({.pipe = 4, .stage = 1, .tied = true}), wanted, 5e-6, 2e-5);
   expect_same(train_split({.tensor = 4, .stage = 3, .schedule = "zb_h1", .tied = true}), wanted, 5e-6, 2e-5);
+}
+
+// Whatever a config switches on, beside the same on one rank.
+TEST(PipelineTensor, VariantsTrainAsOnOneRank) {
+  struct Variant {
+    const char* name;
+    int stage;
+    nlohmann::json more;
+    double losses, norms;
+  };
+  const std::vector<Variant> variants = {
+      {"bf16", 1, {{"bf16", {{"enabled", true}}}}, 2e-2, 5e-2},
+      {"fp16", 2, {{"fp16", {{"enabled", true}, {"initial_scale_power", 8}}}}, 5e-3, 1e-2},
+      {"offload",
+       3,
+       {{"zero_optimization", {{"offload_optimizer", {{"device", "cpu"}}}, {"offload_param", {{"device", "cpu"}}}}}},
+       5e-6,
+       2e-5},
+      {"hpz", 3, {{"zero_optimization", {{"zero_hpz_partition_size", 2}}}}, 5e-6, 2e-5},
+      {"overlap", 2, {{"tensor_parallel", {{"tp_overlap_comm", true}}}}, 5e-6, 2e-5},
+      {"lamb",
+       1,
+       {{"optimizer", {{"type", "Lamb"}, {"params", {{"lr", 1e-2}}}}}, {"zero_allow_untested_optimizer", true}},
+       5e-6,
+       2e-5},
+  };
+  for (const Variant& variant : variants) {
+    SCOPED_TRACE(variant.name);
+    // Lamb needs parts that lie alike, which those of the vocabulary do not.
+    const bool uneven = std::string(variant.name) != "lamb";
+    const SplitJob alone{.pipe = 1, .tensor = 1, .data = 2, .stage = variant.stage, .tied = true, .more = variant.more};
+    SplitJob job = alone;
+    job.pipe = job.tensor = 2;
+    job.schedule = "zb_h1";
+    job.cuts_vocabulary = uneven;
+    expect_same(train_split(job), train_split(alone), variant.losses, variant.norms);
+  }
+}
+
+// Of a job's second step, by rank: the shapes are agreed then.
+std::vector<int64_t> bytes_of_a_step(const SplitJob& job) {
+  std::vector<int64_t> bytes(static_cast<size_t>(job.world()));
+  run_split(job, [&](engine::Engine& engine, comm::Communicator& world) {
+    int64_t next = 0;
+    const auto step = [&] { engine.train_batch([&] { return text_of(next++, engine.communicator().rank()); }); };
+    step();
+    engine.reset_comm_counters();
+    step();
+    bytes[static_cast<size_t>(world.rank())] = engine.comm_bytes_sent();
+  });
+  return bytes;
+}
+
+TEST(PipelineTensor, ReplicatedActivationsTravelInPiecesWhereTheConfigAsksForIt) {
+  SplitJob job{.depth = 2};  // stages meet between layers, where x [2, 8, 16] is replicated
+  const auto asked = [&](bool activations, bool gradients) {
+    SplitJob result = job;
+    result.more["pipeline"] = {{"pipe_partitioned", activations}, {"grad_partitioned", gradients}};
+    return result;
+  };
+  expect_same(train_split(asked(true, true)), plainly(job), 5e-6, 2e-5);
+  const std::vector<int64_t> whole = bytes_of_a_step(asked(false, false));
+  EXPECT_EQ(bytes_of_a_step(job), whole) << "on one host nothing is cut by default";
+  const std::vector<int64_t> cut = bytes_of_a_step(asked(true, false));
+  const int64_t half = int64_t{kMicroBatches} * 2 * 8 * kWidth * 4 / 2;
+  for (size_t rank : {0, 1}) EXPECT_EQ(whole[rank] - cut[rank], half) << "half of x is sent, by rank " << rank;
+  for (size_t rank : {2, 3}) EXPECT_EQ(cut[rank] - whole[rank], half) << "and gathered, by rank " << rank;
+}
+
+TEST(PipelineTensor, ThePlanSaysWhatStagesSend) {
+  run_split({}, [](engine::Engine& engine, comm::Communicator& /*world*/) {
+    const std::string table = to_table(engine.plan());
+    EXPECT_THAT(table, AllOf(HasSubstr("pipeline 2 x data parallel 1 x tensor 2"), HasSubstr("replicated activations"),
+                             HasSubstr("1/2 of the bytes from each rank, its own part")));
+  });
+}
+
+TEST(PipelineTensor, EvaluatesAsPlainTorchWithFullLogits) {
+  const SplitJob job{.schedule = "zbv", .tied = true};
+  const auto plain = job.make();
+  plain->build({});
+  double wanted = 0;
+  for (int64_t m = 0; m < 3; ++m) {
+    const MicroBatch batch = text_of(m, 0);
+    wanted += cross_entropy(plain->forward(batch.inputs[0]), batch.labels[0]).item<double>() / 3;
+  }
+  for (const char* schedule : {"1f1b", "zbv"}) {
+    SplitJob one = job;
+    one.schedule = schedule;
+    run_split(one, [&](engine::Engine& engine, comm::Communicator& /*world*/) {
+      int64_t next = 0;
+      const auto source = [&] { return text_of(next++, 0); };
+      const engine::Evaluation all =
+          engine.eval_batch(source, {.num_micro_batches = 3, .return_logits = true, .broadcast_logits = true});
+      EXPECT_NEAR(all.loss.item<double>(), wanted, 1e-6);
+      ASSERT_EQ(all.logits.size(), 3U);
+      const at::Tensor logits = all.logits[2].at(0);
+      EXPECT_FALSE(parallel::is_split(logits));
+      EXPECT_TRUE(torch::allclose(logits, plain->forward(text_of(2, 0).inputs[0]), 1e-5, 1e-6));
+    });
+  }
+}
+
+// `wrong` takes another micro-batch than its axis: all ranks are told which two differ, also those of stages between.
+void expect_told(const SplitJob& job, int wrong, bool evaluates, const std::string& what) {
+  run_split(job, [&](engine::Engine& engine, comm::Communicator& world) {
+    int64_t next = world.rank() == wrong ? 100 : 0;
+    const auto source = [&] { return text_of(next++, engine.communicator().rank()); };
+    const auto step = [&] {
+      if (evaluates) {
+        engine.eval_batch(source);
+      } else {
+        engine.train_batch(source);
+      }
+    };
+    EXPECT_THAT(test::thrown_by<UsageError>(step), AllOf(HasSubstr(what), HasSubstr("for micro-batch 0")))
+        << "rank " << world.rank();
+    EXPECT_EQ(engine.global_steps(), 0);
+  });
+}
+
+TEST(PipelineTensor, RanksOfOneAxisThatTakeOtherBatchesAreTold) {
+  expect_told({.pipe = 4}, 1, false, "ranks 0 and 1 of one tensor axis took different inputs");
+  expect_told({.pipe = 4}, 7, false, "ranks 6 and 7 of one tensor axis took different labels");
+  expect_told({.data = 2}, 3, true, "ranks 2 and 3 of one tensor axis took different inputs");
+  expect_told({.schedule = "zbv"}, 1, false, "ranks 0 and 1 of one tensor axis took different inputs");
+}
+
+TEST(PipelineTensor, ARuleThatMatchesOnNoStageIsAnErrorOnAllRanks) {
+  test::run_ranks(4, [](comm::Communicator& world) {
+    const SplitJob job;
+    std::vector<parallel::SplitRule> wrong = job.rules();
+    wrong.push_back({"h\\.7\\..*", parallel::Style::kColumn});
+    const auto start = [&] {
+      engine::initialize(
+          {.model = job.make(), .config = job.config(), .split = wrong, .communicator = test::borrowed(world)});
+    };
+    EXPECT_THAT(test::thrown_by<UsageError>(start), HasSubstr("matches no parameter")) << "rank " << world.rank();
+  });
 }
 
 }  // namespace

@@ -131,5 +131,82 @@ DS_PROCESS_TEST(TensorParallelDropout, InRegionsOfPartsOfSequences, 4) {
   expect_masks_of_one_process(ranks, {.tensor = 4, .stage = 3, .regions = true, .sequences = true});
 }
 
+// The two halves of Net as stages of a pipeline, each with its own stream of random numbers.
+struct FirstHalf : torch::nn::Module {
+  FirstHalf() { first = register_parameter("first", Net().first.detach().clone()); }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::dropout(at::tanh(at::linear(at::dropout(x, 0.1, true), first)), 0.3, true);
+  }
+  at::Tensor first;
+};
+
+struct SecondHalf : torch::nn::Module {
+  SecondHalf() { second = register_parameter("second", Net().second.detach().clone()); }
+  at::Tensor forward(const at::Tensor& inner) { return at::dropout(at::linear(inner, second), 0.2, true); }
+  at::Tensor second;
+};
+
+at::Tensor loss_of(const at::Tensor& out, const at::Tensor& x) { return (out - x.sin()).pow(2).mean(); }
+
+std::vector<double> plain_stages() {
+  FirstHalf first;
+  SecondHalf second;
+  std::vector<at::Tensor> parameters = first.parameters();
+  parameters.push_back(second.second);
+  torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  std::vector<at::Tensor> streams;
+  for (const uint64_t stage : {0, 1}) {
+    torch::manual_seed(static_cast<uint64_t>(kSeed) + stage);
+    streams.push_back(generator.get_state());
+  }
+  const auto drawing = [&](size_t stage, const auto& forward) {
+    generator.set_state(streams[stage]);
+    const at::Tensor result = forward();
+    streams[stage] = generator.get_state();
+    return result;
+  };
+  std::vector<double> losses;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor x = batch(step, 0);
+    const at::Tensor inner = drawing(0, [&] { return first.forward(x); });
+    const at::Tensor loss = loss_of(drawing(1, [&] { return second.forward(inner); }), x);
+    loss.backward();
+    losses.push_back(loss.item<double>());
+    torch::nn::utils::clip_grad_norm_(parameters, 0.5);
+    optimizer.step();
+  }
+  return losses;
+}
+
+// Between the stages the activation is split over the axis.
+DS_PROCESS_TEST(TensorParallelDropout, InStagesOfAPipeline, 4) {
+  at::set_num_threads(1);
+  test::set_launcher_environment(ranks.meet());
+  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 4},
+                                 {"gradient_clipping", 0.5},
+                                 {"seed", kSeed},
+                                 {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+                                 {"tensor_parallel", {{"autotp_size", 2}}},
+                                 {"pipeline", {{"stages", 2}, {"partition", "uniform"}}},
+                                 {"log_level", "warning"}};
+  const auto model = std::make_shared<pipeline::PipelineModule>(
+      std::vector<pipeline::LayerSpec>{pipeline::LayerSpec::of<FirstHalf>().named("a"),
+                                       pipeline::LayerSpec::of<SecondHalf>().named("b")},
+      pipeline::PipelineOptions{.loss = loss_of});
+  using enum parallel::Style;
+  const auto engine =
+      initialize({.model = model, .config = config, .split = {{"a\\.first", kColumn}, {"b\\.second", kRow}}}).engine;
+  const std::vector<double> expected = plain_stages();
+  torch::manual_seed(static_cast<uint64_t>(kSeed + ranks.rank() / 2));  // the reference has drawn on this rank, too
+  for (int64_t step = 0; step < kSteps; ++step) {
+    const at::Tensor x = batch(step, 0);
+    const at::Tensor loss = engine->train_batch([&] { return pipeline::MicroBatch{.inputs = {x}, .labels = {x}}; });
+    EXPECT_NEAR(loss.item<double>(), expected[static_cast<size_t>(step)], 5e-6) << "step " << step;
+  }
+  engine->world().barrier();
+}
+
 }  // namespace
 }  // namespace ds::engine

@@ -2,8 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "examples/gpt/gpt_layers.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 #include "tests/support/grid.h"
 
@@ -60,6 +64,37 @@ TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftyStepsInOtherWaysToo) {
       run.more["activation_checkpointing"]["partition_activations"] = regions;
       expect_same_as_plain(run);
     }
+  }
+}
+
+// By the names of its layers, which no stage has all of: what is fused, and how large heads are, the whole model tells.
+TEST(TensorParallelEngine, StagesOfAGptTrainAsPlainTorch) {
+  for (const auto& [schedule, tied, sequences] : test::grid_sample(
+           2, std::vector<std::string>{"1f1b", "interleaved"}, std::vector{false, true}, std::vector{false, true})) {
+    SCOPED_TRACE(testing::Message() << schedule << ", tied " << tied << ", sequences " << sequences);
+    GptRun run{.stage = 1, .steps = 5, .accumulation = 4, .model = small_gpt(tied)};
+    run.more["tensor_parallel"]["sequence_parallel"] = sequences;
+    const Curve expected = run.plain();
+    test::run_ranks(4, [&](comm::Communicator& world) {
+      const auto engine =
+          initialize({.model = gpt::make_layers(run.model, 3, {2, schedule}, std::make_shared<gpt::Drops>()),
+                      .config = run.config(),
+                      .communicator = {std::shared_ptr<void>(), &world},
+                      .seed_generators = false})
+              .engine;
+      Curve found;
+      int64_t next = 0;
+      for (int step = 0; step < run.steps; ++step) {
+        const at::Tensor loss = engine->train_batch([&] {
+          const GptBatch batch = gpt_batch(next++, 0, run.model);
+          return pipeline::MicroBatch{.inputs = {batch.tokens}, .labels = {batch.targets}};
+        });
+        found.losses.push_back(loss.item<double>());
+        found.norms.push_back(engine->get_global_grad_norm().value_or(-1));
+      }
+      expect_same(found, expected, 5e-6, 2e-5);
+      EXPECT_TRUE(engine->joined_operators().empty());
+    });
   }
 }
 
