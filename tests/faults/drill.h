@@ -25,14 +25,14 @@ inline bool ended_by_verdict(const Outcome& outcome) {
 }
 
 // A job of drill_program, the faulty rank with this number: of three ranks, or of four of which so many neighbours have
-// parts of the layers.
+// parts of the layers, or of four such for each stage of a pipeline.
 class Drill {
  public:
-  explicit Drill(int tensor = 1) : tensor_(tensor) {}
+  explicit Drill(int tensor = 1, int pipe = 1) : tensor_(tensor), pipe_(pipe) {}
   Launched::Settings settings(const std::string& backend, const std::string& fault, int rank) const {
-    return {.flags = {"--num_procs", tensor_ > 1 ? "4" : "3", "--failure_grace", "1"},
+    return {.flags = {"--num_procs", tensor_ > 1 ? std::to_string(4 * pipe_) : "3", "--failure_grace", "1"},
             .program = {DS_DRILL_PROGRAM, backend, std::to_string(kLimit), fault, std::to_string(rank),
-                        std::to_string(tensor_)},
+                        std::to_string(tensor_), std::to_string(pipe_)},
             .environment = {"OMP_NUM_THREADS=1", "DS_FLIGHT_FOLDER=" + (folder_ / "flight")}};
   }
   Outcome run(const std::string& backend, const std::string& fault, int rank = 1) const {
@@ -59,6 +59,7 @@ class Drill {
 
  private:
   int tensor_;
+  int pipe_;
   TemporaryFolder folder_;
 };
 

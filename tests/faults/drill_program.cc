@@ -1,8 +1,9 @@
 // A small training job for the fault drills, with one fault in it.
 //
-//   drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR]
+//   drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR [PIPE]]
 //
-// TENSOR ranks have parts of the layers (docs/tensor_parallel.md), where it is given.
+// TENSOR ranks have parts of the layers (docs/tensor_parallel.md), where it is given, and PIPE ranks are a pipeline of
+// them, whose faulty rank is of the last stage and does what it does in the forward of a micro-batch.
 // Every step has a collective of the program's own ("metrics") beside those of the engine. At its third step, rank RANK
 //   none     does what the others do
 //   config   has another learning rate, from the start
@@ -28,6 +29,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -37,6 +39,7 @@
 #include "core/text.h"
 #include "dsengine/engine.h"
 #include "dsengine/init_distributed.h"
+#include "dsengine/pipeline.h"
 
 namespace drill {
 
@@ -62,6 +65,7 @@ struct Drill {
   std::string fault;
   int rank;
   int tensor = 1;
+  int pipe = 1;
 };
 
 std::string config_of(const Drill& drill, int rank) {
@@ -70,12 +74,14 @@ std::string config_of(const Drill& drill, int rank) {
                  other ? "2e-3" : "1e-3", R"(}},
     "zero_optimization": {"stage": 2}, "communication_backend": ")",
                  drill.backend, R"(", "tensor_parallel": {"autotp_size": )", drill.tensor,
-                 R"(}, "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
+                 R"(}, "pipeline": {"stages": )", drill.pipe, R"(}, "gradient_accumulation_steps": )", drill.pipe,
+                 R"(, "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
 }
 
 std::vector<ds::parallel::SplitRule> rules_of(const Drill& drill, int rank) {
   using enum ds::parallel::Style;
   if (drill.tensor == 1) return {};
+  if (drill.pipe > 1) return {{"0|2", kColumn}, {"1|3", kRow}};
   return {{"0", kColumn}, {"1", drill.fault == "rules" && rank == drill.rank ? kWhole : kRow}};
 }
 
@@ -109,13 +115,46 @@ void reduce_metrics(const Drill& drill, ds::comm::Communicator& ranks, bool faul
       .wait();
 }
 
+// Two stages of a column and a row layer each. The fault is between those of the last stage, in the second micro-batch
+// of its step.
+int train_pipeline(const Drill& drill, const ds::engine::Distributed& job) {
+  using ds::pipeline::LayerSpec;
+  using torch::nn::Linear;
+  int forwards = 0;
+  const auto pass = [&](at::Tensor x) {
+    if (++forwards == kFaultyStep * drill.pipe && job.ranks->rank() == drill.rank) be_faulty(drill, *job.ranks, x);
+    return x;
+  };
+  const std::vector<LayerSpec> layers = {
+      LayerSpec::of<Linear>(8, 16).named("0"), LayerSpec::of<Linear>(16, 8).named("1"),
+      LayerSpec::of<Linear>(8, 16).named("2"), LayerSpec::function(pass), LayerSpec::of<Linear>(16, 1).named("3")};
+  const auto loss = [](const at::Tensor& output, const at::Tensor& label) { return (output - label).square().mean(); };
+  const auto model = std::make_shared<ds::pipeline::PipelineModule>(
+      layers, ds::pipeline::PipelineOptions{.loss = loss, .seed_layers = true});
+  auto [engine, optimizer, loader, schedule] =
+      ds::engine::initialize({.model = model,
+                              .config = nlohmann::json::parse(config_of(drill, job.ranks->rank())),
+                              .split = rules_of(drill, job.ranks->rank()),
+                              .distributed = job});
+  for (int step = 1; step <= kSteps; ++step) {
+    engine->train_batch([] {
+      const at::Tensor input = torch::ones({4, 8});
+      return ds::pipeline::MicroBatch{.inputs = {input}, .labels = {input.sum(1, true)}};
+    });
+    sleep_for(0.05);
+  }
+  std::puts("trained");
+  return 0;
+}
+
 int train(const Drill& drill) {
   torch::manual_seed(1);
-  torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::Linear(16, 1));
   const auto job = ds::engine::init_distributed(
       {.backend = ds::comm::parse_backend(drill.backend),
        .timeout = std::chrono::seconds(60),
        .flight = {.stall_limit = std::chrono::milliseconds(static_cast<int>(drill.stall_limit * 1e3))}});
+  if (drill.pipe > 1) return train_pipeline(drill, job);
+  torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::Linear(16, 1));
   auto [engine, optimizer, loader, schedule] =
       ds::engine::initialize({.model = model.ptr(),
                               .config = nlohmann::json::parse(config_of(drill, job.ranks->rank())),
@@ -140,12 +179,13 @@ int train(const Drill& drill) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5 && argc != 6) {
-    std::fputs("usage: drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR]\n", stderr);
+  if (argc < 5 || argc > 7) {
+    std::fputs("usage: drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR [PIPE]]\n", stderr);
     return 2;
   }
   try {
-    return train({argv[1], std::stod(argv[2]), argv[3], std::stoi(argv[4]), argc == 6 ? std::stoi(argv[5]) : 1});
+    return train({argv[1], std::stod(argv[2]), argv[3], std::stoi(argv[4]), argc > 5 ? std::stoi(argv[5]) : 1,
+                  argc > 6 ? std::stoi(argv[6]) : 1});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -70,6 +70,21 @@ TEST_P(TensorDrill, AnotherConfigIsRefused) {
               AllOf(HasSubstr("ds_config of rank 1 differs from that of rank 0"), Not(HasSubstr("trained"))));
 }
 
+// Of 2 x 2 x 2 ranks, number 5 is of the second stage: the others wait for it along each axis, directly or not.
+TEST(ThreeAxesDrill, AStoppedRankIsNamedWithItsPlace) {
+  const Outcome outcome = Drill(2, 2).run("shm", "stop", 5);
+  EXPECT_TRUE(ended_by_verdict(outcome)) << outcome.exit_code << outcome.text;
+  EXPECT_THAT(outcome.text,
+              AllOf(HasSubstr("; rank 5 ("), HasSubstr("; pipe 1, data 0, tensor 1) has not entered it"),
+                    HasSubstr("it is stopped by a signal (SIGSTOP, or a debugger)"), Not(HasSubstr("trained"))));
+}
+
+TEST(ThreeAxesDrill, AKilledRankIsTheOneThatFailed) {
+  const Outcome outcome = Drill(2, 2).run("gloo", "kill", 5);
+  EXPECT_EQ(outcome.exit_code, 128 + SIGKILL) << outcome.text;
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("rank 5 (pid "), Not(HasSubstr("trained"))));
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, TensorDrill, ::testing::Values("shm", "gloo"),
                          [](const auto& backend) { return backend.param; });
 
