@@ -3,17 +3,22 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "dsengine/exported_model.h"
+#include "dsengine/sync_batch_norm.h"
 #include "exported/number_functions.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
+#include "tests/support/thread_ranks.h"
 #include "tests/support/thrown.h"
 
 namespace ds::exported {
@@ -41,6 +46,16 @@ TEST(ExportedSizes, ExpressionsAreThoseOfSympy) {
   EXPECT_EQ(sum.value({{"s0", 5}}), 9);
   EXPECT_EQ(sum.in_words(), "2*s0 + -1");
   EXPECT_EQ(SizeExpression("FloorDiv(Symbol('s0', integer=True), Integer(0))").value({{"s0", 5}}), std::nullopt);
+}
+
+TEST(ExportedSizes, DerivedDimensionsAreSolvedForTheirSymbol) {
+  const SizeExpression odd("Add(Mul(Integer(2), Symbol('s0', integer=True)), Integer(1))");
+  EXPECT_EQ(odd.solved({}, 9), (std::optional(std::pair(std::string("s0"), int64_t{4}))));
+  EXPECT_EQ(odd.solved({}, 8), std::nullopt);
+  EXPECT_EQ(odd.solved({{"s0", 4}}, 9), std::nullopt) << "nothing is unknown";
+  const SizeExpression two("Add(Symbol('s0', integer=True), Symbol('s1', integer=True))");
+  EXPECT_EQ(two.solved({}, 9), std::nullopt);
+  EXPECT_EQ(two.solved({{"s0", 4}}, 9), (std::optional(std::pair(std::string("s1"), int64_t{5}))));
 }
 
 TEST(ExportedSizes, WhatIsNoExpressionIsTold) {
@@ -153,6 +168,20 @@ TEST(ExportedMeta, HasNoMemoryAndItsValuesComeFromTheFile) {
   full->eval();
   const at::Tensor tokens = at::arange(8, at::kLong).view({2, 4});
   EXPECT_TRUE(model->forward(tokens).equal(full->forward(tokens)));
+}
+
+TEST(ExportedBatchNorm, NormalizesOverTheBatchesOfAllRanks) {
+  const std::shared_ptr<ExportedModule> single = load_exported(data("resnet"));
+  std::vector<int64_t> sizes = {8};
+  for (size_t d = 1; d < single->inputs()[0].sizes.size(); ++d) sizes.push_back(single->inputs()[0].sizes[d].least);
+  at::Tensor x = at::arange(c10::multiply_integers(sizes), at::kFloat).sin().view(sizes);
+  const at::Tensor whole = single->forward(x).detach();
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("resnet"));
+    EXPECT_GT(convert_sync_batchnorm(*model, ranks).size(), 4U);
+    const at::Tensor part = model->forward(x.chunk(2)[ranks.rank()]).detach();
+    EXPECT_TRUE(at::allclose(part, whole.chunk(2)[ranks.rank()], 1e-4, 1e-5));
+  });
 }
 
 TEST(ExportedDtype, BakedOnesAreToldWithPythonsLine) {
