@@ -15,9 +15,11 @@
 #include "dsengine/engine.h"
 #include "dsengine/exported_model.h"
 #include "dsengine/sync_batch_norm.h"
+#include "dsengine/zero.h"
 #include "exported/number_functions.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 #include "tests/support/thrown.h"
 
@@ -154,20 +156,32 @@ TEST(ExportedMode, AProgramOfTrainIsNoneForEval) {
 }
 
 TEST(ExportedMeta, HasNoMemoryAndItsValuesComeFromTheFile) {
-  const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"), {.meta = true});
   const std::shared_ptr<ExportedModule> full = load_exported(data("gpt"));
-  for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
-  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
-  const auto started = engine::initialize({.model = model, .config = config, .weights = data("gpt")});
-  std::map<std::string, at::Tensor> expected;
-  for (const auto& item : full->named_parameters()) expected[item.key()] = item.value();
-  for (const auto& [name, value] : started.engine->module_state_dict()) {
-    if (expected.contains(name)) EXPECT_TRUE(value.equal(expected[name])) << name;
-  }
-  model->eval();
   full->eval();
   const at::Tensor tokens = at::arange(8, at::kLong).view({2, 4});
-  EXPECT_TRUE(model->forward(tokens).equal(full->forward(tokens)));
+  const at::Tensor expected = full->forward(tokens).detach();
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"), {.meta = true});
+    for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
+    const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
+    const auto started = engine::initialize(
+        {.model = model, .config = config, .communicator = test::borrowed(ranks), .weights = data("gpt")});
+    model->eval();
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(model->forward(tokens).equal(expected));
+  });
+}
+
+TEST(ExportedMeta, InsideZeroInitNoRankHoldsTheModel) {
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    zero::Init init(test::borrowed(ranks), {.max_live = 0, .smallest = 16});
+    const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"));
+    int64_t held = 0;
+    for (const at::Tensor& parameter : model->parameters()) held += static_cast<int64_t>(parameter.storage().nbytes());
+    int64_t all = 0;
+    for (const at::Tensor& parameter : model->parameters()) all += static_cast<int64_t>(parameter.nbytes());
+    EXPECT_LT(held, all / 2);
+  });
 }
 
 TEST(ExportedBatchNorm, NormalizesOverTheBatchesOfAllRanks) {
@@ -191,7 +205,10 @@ TEST(ExportedDtype, BakedOnesAreToldWithPythonsLine) {
               AllOf(HasSubstr("bf16.enabled: "), HasSubstr("was exported in Float"), HasSubstr("torch_autocast"),
                     HasSubstr("in Python: File \"")));
   const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"bf16", {{"enabled", true}}}};
-  EXPECT_THROW(engine::initialize({.model = model, .config = config}), ConfigError);
+  test::run_ranks(1, [&](comm::Communicator& ranks) {
+    EXPECT_THROW(engine::initialize({.model = model, .config = config, .communicator = test::borrowed(ranks)}),
+                 ConfigError);
+  });
 }
 
 }  // namespace
