@@ -165,7 +165,7 @@ TEST(ExportedMeta, HasNoMemoryAndItsValuesComeFromTheFile) {
     for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
     const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
     const auto started = engine::initialize(
-        {.model = model, .config = config, .communicator = test::borrowed(ranks), .weights = data("gpt")});
+        {.model = model, .config = config, .weights = data("gpt"), .communicator = test::borrowed(ranks)});
     model->eval();
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(model->forward(tokens).equal(expected));
