@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <map>
+#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -146,6 +146,101 @@ TEST(ExportedMode, EvalDropsNothingAndCountsNoBatches) {
   resnet->eval();
   resnet->forward(at::ones(sizes));
   EXPECT_EQ(counts(), trained);
+}
+
+// As numbers() of export_pieces.py.
+at::Tensor numbers_of_pieces(double sign) {
+  return at::arange(6 * 8, at::kFloat).sin().view({6, 8}) * 0.5 + sign * 0.1;
+}
+
+void expect_values(const at::Tensor& found, const nlohmann::json& expected, const std::string& name) {
+  const at::Tensor flat = found.detach().to(at::kDouble).reshape({-1});
+  const auto values = expected.get<std::vector<double>>();
+  ASSERT_EQ(flat.numel(), static_cast<int64_t>(values.size())) << name;
+  EXPECT_TRUE(at::allclose(flat, at::tensor(values, at::kDouble), 1e-6, 1e-6)) << name;
+}
+
+// Runs a file of export_pieces.py and compares outputs, gradients and buffers with Python's.
+void expect_python(ExportedModule& model, const ExportedInputs& inputs, const nlohmann::json& expected) {
+  const ExportedOutputs outputs = model.forward(inputs);
+  at::Tensor sum = at::zeros({}, at::kDouble);
+  ASSERT_EQ(outputs.size(), expected.at("outputs").size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const std::string& name = outputs.names()[i];
+    const nlohmann::json& value = expected.at("outputs").at(name);
+    const c10::IValue& found = outputs.values()[i];
+    if (!found.isTensor()) {
+      EXPECT_TRUE(found.isNone() ? value.is_null() : found.toInt() == value.get<int64_t>()) << name;
+      EXPECT_THROW(outputs[name], UsageError);
+      continue;
+    }
+    expect_values(found.toTensor(), value, name);
+    if (found.toTensor().requires_grad()) sum = sum + found.toTensor().to(at::kDouble).sum();
+  }
+  sum.backward();
+  for (const auto& item : model.named_parameters()) {
+    if (!expected.at("gradients").contains(item.key())) continue;
+    EXPECT_NEAR(item.value().grad().to(at::kDouble).norm().item<double>(), expected.at("gradients").at(item.key()),
+                1e-4)
+        << item.key();
+  }
+  const auto buffers = model.named_buffers();
+  for (const auto& [name, values] : expected.at("buffers").items()) expect_values(buffers[name], values, name);
+}
+
+nlohmann::json golden_pieces() {
+  std::ifstream file(std::string(DS_SOURCE_DIR) + "/tests/exported/data/pieces.json");
+  return nlohmann::json::parse(file);
+}
+
+TEST(ExportedPieces, BlocksBranchesSizesAndBuffersArePythons) {
+  const nlohmann::json golden = golden_pieces();
+  for (const auto& [sign, factor] : {std::pair("+", 1.0), std::pair("-", -1.0)}) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"));
+    const ExportedInputs inputs = {{"x", numbers_of_pieces(factor)}, {"mask", numbers_of_pieces(0) > 0.3}};
+    expect_python(*model, inputs, golden.at("pieces").at(sign));
+    const auto buffers = model->named_buffers();
+    EXPECT_EQ(buffers.size(), 2U) << "a non-persistent buffer is in no state dict";
+  }
+}
+
+TEST(ExportedPieces, AnotherValueThanTheBakedOneIsRefused) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"));
+  const at::Tensor x = numbers_of_pieces(1);
+  EXPECT_THAT(test::thrown_by<UsageError>([&] {
+                model->forward({{"x", x}, {"mask", x > 0.3}, {"shift", 4}});
+              }),
+              AllOf(HasSubstr("\"shift\" was 3 when the model was exported"), HasSubstr("found 4")));
+  EXPECT_NO_THROW(model->run({x, x > 0.3, 3, 0.25}));
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(x, x > 0.3); }),
+              HasSubstr("forward returns 7 values (loss, parts.0, parts.1, parts.2, top, rows, absent)"));
+}
+
+TEST(ExportedPieces, ASecondFileIsTheProgramOfEval) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"), {.eval = data("pieces_eval")});
+  const ExportedInputs inputs = {{"x", numbers_of_pieces(1)}, {"mask", numbers_of_pieces(0) > 0.3}};
+  model->eval();
+  expect_python(*model, inputs, golden_pieces().at("pieces_eval").at("+"));
+}
+
+TEST(ExportedPieces, ADecomposedProgramReturnsItsBuffersAndHasOneMode) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("decomposed"));
+  const ExportedInputs inputs = {{"x", numbers_of_pieces(1)}};
+  expect_python(*model, inputs, golden_pieces().at("decomposed").at("+"));
+  EXPECT_EQ(model->named_buffers()["bn.num_batches_tracked"].item<int64_t>(), 1);
+  model->eval();
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(inputs); }),
+              AllOf(HasSubstr("was exported with run_decompositions()"), HasSubstr("ExportedOptions::eval")));
+}
+
+// What an operator throws while it runs.
+TEST(ExportedPieces, AnErrorOfAnOperatorNamesItAndPythonsLine) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("decomposed"), {.baked_mode = true});
+  const at::NoGradGuard no_grad;
+  model->named_parameters()["fc.bias"].set_data(at::zeros({3}));
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(numbers_of_pieces(1)); }),
+              AllOf(HasSubstr("decomposed.pt2: node \"addmm\" (aten.addmm.default, in module \"fc\"): "),
+                    HasSubstr("\nin Python: File \""), testing::Not(HasSubstr("frame #"))));
 }
 
 TEST(ExportedMode, AProgramOfTrainIsNoneForEval) {
