@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <optional>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
@@ -42,25 +43,52 @@ constexpr std::array<ModeArgument, 15> kModes = {{{"aten::dropout", "train"},
 
 constexpr int kDeepestGraph = 16;
 
+// An operator that runs graphs.
+struct HigherOrder {
+  Node::Kind kind;
+  size_t arguments;            // at least
+  std::vector<size_t> graphs;  // which of them are graphs
+};
+
+// Empty: the target is another kind of operator. Throws IoError for one that is not run.
+std::optional<HigherOrder> higher_order(const std::string& target) {
+  if (!target.starts_with("higher_order.")) return std::nullopt;
+  if (target == "higher_order.wrap_with_set_grad_enabled") return HigherOrder{Node::Kind::kSetGrad, 2, {1}};
+  if (target == "higher_order.wrap_with_autocast") return HigherOrder{Node::Kind::kAutocast, 5, {4}};
+  if (target == "higher_order.cond") return HigherOrder{Node::Kind::kCond, 3, {1, 2}};
+  throw IoError(
+      "this operator of higher order cannot be trained; supported are cond, torch.no_grad() and "
+      "torch.enable_grad() blocks, and torch.autocast blocks. Write the model without it in Python");
+}
+
+void add_arguments(const json& from, Node& node, const ArgumentContext& context, size_t least) {
+  for (const json& in : from.at("inputs")) node.arguments.push_back(read_argument(in.at("arg"), context, nullptr));
+  require<IoError>(node.arguments.size() >= least, "has ", node.arguments.size(), " arguments, expected ", least);
+}
+
 std::string after(const std::string& text, std::string_view start) {
   return text.starts_with(start) ? text.substr(start.size()) : text;
 }
 
-// The innermost frame of a stack trace: `File "model.py", line 19, in forward: return self.a(x)`.
+// The innermost frame of a stack trace that is not torch's own: `File "model.py", line 19, in forward: return
+// self.a(x)`.
 std::string last_line(const std::string& stack) {
-  const size_t file = stack.rfind("File \"");
-  if (file == std::string::npos) return {};
-  std::string result;
-  for (const char c : stack.substr(file)) {
-    if (c == '\n' && !result.empty() && result.find(": ") == std::string::npos) {
-      result += ": ";
-    } else if (c == '\n') {
-      break;
-    } else if (c != ' ' || (!result.empty() && result.back() != ' ')) {
-      result += c;
-    }
+  constexpr std::string_view kFile = "File \"";
+  const size_t last = stack.rfind(kFile);
+  if (last == std::string::npos) return {};
+  const auto is_of_torch = [&](size_t frame) {
+    return stack.substr(frame, stack.find('\n', frame) - frame).find("/torch/") != std::string::npos;
+  };
+  size_t frame = last;
+  while (is_of_torch(frame) && frame > 0 && stack.rfind(kFile, frame - 1) != std::string::npos) {
+    frame = stack.rfind(kFile, frame - 1);
   }
-  while (!result.empty() && (result.back() == ' ' || result.back() == ':')) result.pop_back();
+  if (is_of_torch(frame)) frame = last;
+  const size_t end = stack.find('\n', frame);
+  std::string result = stack.substr(frame, end - frame);
+  // The line of code stands below it.
+  const size_t code = end == std::string::npos ? end : stack.find_first_not_of(" \n", end);
+  if (code != std::string::npos) result += cat(": ", stack.substr(code, stack.find('\n', code) - code));
   return shown_text(result, kShownLineBytes);
 }
 
@@ -171,37 +199,19 @@ Node GraphReader::read_node(const json& from, Slots& slots) {
                                     },
                                 .graph = [&](const json& graph) { return read(graph); },
                                 .device_type = device_type_};
-  const auto add_arguments = [&](size_t least) {
-    for (const json& in : from.at("inputs")) node.arguments.push_back(read_argument(in.at("arg"), context, nullptr));
-    require<IoError>(node.arguments.size() >= least, "has ", node.arguments.size(), " arguments, expected ", least);
-  };
-  const auto require_graph = [&](size_t i) {
-    require<IoError>(node.arguments[i].kind == Argument::Kind::kGraph, "argument ", i, " has to be a graph");
-  };
   try {
-    if (node.target == "higher_order.wrap_with_set_grad_enabled") {
-      node.kind = Node::Kind::kSetGrad;
-      add_arguments(2);
-      require_graph(1);
-    } else if (node.target == "higher_order.wrap_with_autocast") {
-      node.kind = Node::Kind::kAutocast;
-      add_arguments(5);
-      require_graph(4);
-    } else if (node.target == "higher_order.cond") {
-      node.kind = Node::Kind::kCond;
-      add_arguments(3);
-      require_graph(1);
-      require_graph(2);
-    } else if (node.target.starts_with("higher_order.")) {
-      throw IoError(
-          "this operator of higher order cannot be trained; supported are cond, torch.no_grad() and "
-          "torch.enable_grad() blocks, and torch.autocast blocks. Write the model without it in Python");
+    if (const std::optional<HigherOrder> higher = higher_order(node.target)) {
+      node.kind = higher->kind;
+      add_arguments(from, node, context, higher->arguments);
+      for (const size_t i : higher->graphs) {
+        require<IoError>(node.arguments[i].kind == Argument::Kind::kGraph, "argument ", i, " has to be a graph");
+      }
     } else if (is_number_function(node.target)) {
       node.kind = Node::Kind::kNumbers;
       node.function = number_function(node.target);
       require<IoError>(node.function != nullptr, "this function of sizes is not known; known are ",
                        known_number_functions());
-      add_arguments(1);
+      add_arguments(from, node, context, 1);
     } else {
       find_operator(from, node, context);
     }

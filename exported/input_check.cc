@@ -3,7 +3,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -38,20 +40,20 @@ std::string in_words(const c10::IValue& value) {
 // Checks the sizes of all inputs of one call against one another.
 class SizeCheck {
  public:
-  // A plain symbol has to be the same wherever it is.
+  explicit SizeCheck(const Program& program) : program_(program) {}
+
+  // Fixed sizes, ranges, and plain symbols, which have to be the same wherever they are.
   void bind(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
       const ExportedSize& size = input.sizes[d];
       const int64_t given = x.size(static_cast<int64_t>(d));
-      if (size.symbol.empty()) {
-        require(given == size.least, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
-                " was exported as ", size.least, ", not as a dynamic one (dynamic_shapes of torch.export.export)");
-        continue;
-      }
+      require(!size.symbol.empty() || given == size.least, "forward: \"", input.name, "\" is ", x.sizes(),
+              "; dimension ", d, " was exported as ", size.least,
+              ", not as a dynamic one (dynamic_shapes of torch.export.export)");
       require(given >= size.least && given <= size.most, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ",
               d, " was exported for ", size.least, " to ", size.most == INT64_MAX ? "any size" : cat(size.most),
               " (dynamic_shapes of torch.export.export)");
-      if (!is_plain(size.symbol)) continue;
+      if (size.symbol.empty() || program_.expressions.contains(size.symbol)) continue;
       const auto [place, is_new] = bound_.try_emplace(size.symbol, given);
       if (is_new) names_[size.symbol] = cat("dimension ", d, " of \"", input.name, "\"");
       require(place->second == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
@@ -59,21 +61,25 @@ class SizeCheck {
     }
   }
 
-  // What is computed from symbols, when these are known.
-  void check_expressions(const ExportedInput& input, const at::Tensor& x) const {
+  // What is computed from symbols, once bind() has seen all inputs.
+  void check_expressions(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
-      const std::string& text = input.sizes[d].symbol;
-      if (text.empty() || is_plain(text)) continue;
-      const std::optional<int64_t> expected = SizeExpression(text).value(bound_);
-      require(!expected || *expected == x.size(static_cast<int64_t>(d)), "forward: \"", input.name, "\" is ", x.sizes(),
-              "; dimension ", d, " was exported as ", SizeExpression(text).in_words(), ", which is ",
-              expected.value_or(0), " for the other sizes");
+      const auto found = program_.expressions.find(input.sizes[d].symbol);
+      if (found == program_.expressions.end()) continue;
+      const int64_t given = x.size(static_cast<int64_t>(d));
+      const std::optional<int64_t> expected = found->second.value(bound_);
+      if (const auto solved = expected ? std::nullopt : found->second.solved(bound_, given)) {
+        bound_.insert(*solved);
+        continue;
+      }
+      require(expected == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d, " was exported as ",
+              found->first, expected ? cat(", which is ", *expected, " for the other sizes") : "",
+              " (dynamic_shapes of torch.export.export)");
     }
   }
 
  private:
-  static bool is_plain(const std::string& symbol) { return symbol.find('(') == std::string::npos; }
-
+  const Program& program_;
   std::map<std::string, int64_t> bound_;
   std::map<std::string, std::string> names_;
 };
@@ -112,7 +118,7 @@ std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& i
 }
 
 void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs) {
-  SizeCheck sizes;
+  SizeCheck sizes(program);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ExportedInput& input = program.inputs[i];
     if (!input.is_tensor) {

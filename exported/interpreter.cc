@@ -62,14 +62,7 @@ class Interpreter {
     inputs.clear();
     torch::jit::Stack stack;
     for (const Node& node : graph.nodes) {
-      stack.clear();
-      for (const Argument& argument : node.arguments) stack.push_back(value_of(argument, slots));
-      // In eval() an in-place addition to BatchNorm's count leaves the count as it is.
-      if (!node.counts_batches || training_) {
-        call(node, stack);
-      } else {
-        stack.resize(1);
-      }
+      call(node, slots, stack);
       store(node, stack, slots);
       for (const int slot : node.last_uses) slots[static_cast<size_t>(slot)] = c10::IValue();
     }
@@ -122,34 +115,17 @@ class Interpreter {
     return list;
   }
 
-  // Leaves the results of a node in the place of its arguments.
-  void call(const Node& node, torch::jit::Stack& stack) const {
+  // Leaves the results of a node on the empty stack.
+  void call(const Node& node, const Values& slots, torch::jit::Stack& stack) const {
     try {
-      switch (node.kind) {
-        case Node::Kind::kOperator:
-          node.op->callBoxed(&stack);
-          break;
-        case Node::Kind::kNumbers:
-          stack = {node.function(stack)};
-          break;
-        case Node::Kind::kSetGrad: {
-          const c10::AutoGradMode mode(stack.at(0).toBool());
-          stack = run_inner(node, 1, stack, 2);
-          break;
-        }
-        case Node::Kind::kAutocast: {
-          const at::ScalarType dtype =
-              stack.at(1).isNone() ? at::autocast::get_autocast_dtype(device_.type()) : stack.at(1).toScalarType();
-          const AutocastScope scope(device_.type(), dtype, stack.at(2).toBool(),
-                                    stack.at(3).isNone() || stack.at(3).toBool());
-          stack = run_inner(node, 4, stack, 5);
-          break;
-        }
-        case Node::Kind::kCond: {
-          const bool yes = stack.at(0).isTensor() ? stack.at(0).toTensor().item().toBool() : stack.at(0).toBool();
-          stack = run_inner(node, yes ? 1 : 2, stack, 3);
-          break;
-        }
+      for (const Argument& argument : node.arguments) stack.push_back(value_of(argument, slots));
+      // In eval() an in-place addition to BatchNorm's count leaves the count as it is.
+      if (node.counts_batches && !training_) {
+        stack.resize(1);
+      } else if (node.kind == Node::Kind::kOperator) {
+        node.op->callBoxed(&stack);
+      } else {
+        stack = results_of(node, stack);
       }
     } catch (const c10::OutOfMemoryError&) {
       throw;
@@ -164,6 +140,33 @@ class Interpreter {
     } catch (const std::exception& error) {
       fail(node, error.what());
     }
+  }
+
+  // The results of a node that is no operator of the dispatcher's.
+  Values results_of(const Node& node, const torch::jit::Stack& stack) const {
+    switch (node.kind) {
+      case Node::Kind::kNumbers:
+        return {node.function(stack)};
+      case Node::Kind::kSetGrad: {
+        const c10::AutoGradMode mode(stack.at(0).toBool());
+        return run_inner(node, 1, stack, 2);
+      }
+      case Node::Kind::kAutocast: {
+        const at::ScalarType dtype =
+            stack.at(1).isNone() ? at::autocast::get_autocast_dtype(device_.type()) : stack.at(1).toScalarType();
+        const AutocastScope scope(device_.type(), dtype, stack.at(2).toBool(),
+                                  stack.at(3).isNone() || stack.at(3).toBool());
+        return run_inner(node, 4, stack, 5);
+      }
+      case Node::Kind::kCond: {
+        const bool yes = stack.at(0).isTensor() ? stack.at(0).toTensor().item().toBool() : stack.at(0).toBool();
+        return run_inner(node, yes ? 1 : 2, stack, 3);
+      }
+      case Node::Kind::kOperator:
+        break;
+    }
+    ensure(false, "an operator is called through the dispatcher");
+    return {};
   }
 
   // Runs the graph that is argument `graph` with the arguments from `first` on, lists of them opened.

@@ -11,12 +11,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "dsengine/exported_model.h"
+#include "exported/size_expression.h"
 
 namespace ds::exported {
 
@@ -95,7 +97,8 @@ struct Program {
   std::vector<Graph> graphs;  // those that others have as arguments before them; the last one is the main graph
   std::vector<LiftedTensor> lifted;
   std::vector<ExportedInput> inputs;
-  std::vector<InputSource> sources;  // of each input of the main graph
+  std::map<std::string, SizeExpression> expressions;  // by ExportedSize::symbol, of those that are no plain symbols
+  std::vector<InputSource> sources;                   // of each input of the main graph
   std::vector<Mutation> mutations;
   std::vector<size_t> user_outputs;  // of the outputs of the main graph
   std::shared_ptr<const std::vector<std::string>> output_names;

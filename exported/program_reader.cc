@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "core/listed.h"
 #include "core/shown_text.h"
+#include "exported/argument_reader.h"
 #include "exported/graph_reader.h"
 #include "exported/schema_types.h"
 #include "exported/size_expression.h"
@@ -19,6 +20,11 @@ namespace ds::exported {
 namespace {
 
 using nlohmann::json;
+
+// The smallest and the largest size.
+using Range = std::pair<int64_t, int64_t>;
+
+constexpr int64_t kNoLimit = int64_t{1} << 62;  // the writer's infinity is above it
 
 class ProgramReader {
  public:
@@ -94,21 +100,15 @@ class ProgramReader {
       read_user_input(spec.at("user_input").at("arg"));
     } else if (spec.contains("constant_input")) {
       const json& input = spec.at("constant_input");
-      add_input({.name = input.at("name").get<std::string>(), .is_tensor = false, .value = baked(input.at("value"))},
+      add_input({.name = input.at("name").get<std::string>(),
+                 .is_tensor = false,
+                 .value = read_argument(input.at("value"), {}, nullptr).constant},
                 "");
     } else {
       archive_.fail(cat("an input of the kind ", shown_text(spec.dump()),
                         " cannot be trained: script objects and effect tokens have no meaning in C++; write the model "
                         "without them in Python"));
     }
-  }
-
-  static c10::IValue baked(const json& value) {
-    if (value.contains("as_int")) return value.at("as_int").get<int64_t>();
-    if (value.contains("as_bool")) return value.at("as_bool").get<bool>();
-    if (value.contains("as_string")) return value.at("as_string").get<std::string>();
-    if (value.contains("as_float") && value.at("as_float").is_number()) return value.at("as_float").get<double>();
-    return {};
   }
 
   void add_input(ExportedInput input, const std::string& value_name) {
@@ -133,13 +133,24 @@ class ProgramReader {
       const auto fixed = size.at("as_int").get<int64_t>();
       return {.least = fixed, .most = fixed};
     }
-    const auto text = size.at("as_expr").at("expr_str").get<std::string>();
-    const SizeExpression expression(text);
-    ExportedSize result{
-        .least = 0, .most = INT64_MAX, .symbol = expression.symbol().empty() ? text : expression.symbol()};
-    if (const auto range = ranges_.find(expression.symbol()); range != ranges_.end()) {
-      result.least = range->second.first;
-      result.most = range->second.second;
+    const SizeExpression expression(size.at("as_expr").at("expr_str").get<std::string>());
+    ExportedSize result{.symbol = expression.in_words()};
+    if (expression.symbol().empty()) program_->expressions.emplace(result.symbol, expression);
+    // Expressions of dynamic dimensions grow with their symbols.
+    result.least = expression.value(bounds(expression, &Range::first)).value_or(0);
+    result.most = INT64_MAX;
+    const std::map<std::string, int64_t> largest = bounds(expression, &Range::second);
+    if (std::all_of(largest.begin(), largest.end(), [](const auto& one) { return one.second < kNoLimit; })) {
+      result.most = expression.value(largest).value_or(INT64_MAX);
+    }
+    return result;
+  }
+
+  std::map<std::string, int64_t> bounds(const SizeExpression& expression, int64_t Range::*bound) const {
+    std::map<std::string, int64_t> result;
+    for (const std::string& symbol : expression.symbols()) {
+      const auto range = ranges_.find(symbol);
+      result[symbol] = (range == ranges_.end() ? Range(0, INT64_MAX) : range->second).*bound;
     }
     return result;
   }
@@ -230,7 +241,7 @@ class ProgramReader {
   StoredTensors weights_;
   StoredTensors constants_;
   std::unique_ptr<Program> program_;
-  std::map<std::string, std::pair<int64_t, int64_t>> ranges_;
+  std::map<std::string, Range> ranges_;
   std::set<std::string> batch_counts_;    // values of the main graph
   std::vector<std::string> value_names_;  // of inputs: their values in the main graph; empty: a baked one
   std::string device_type_;

@@ -112,6 +112,33 @@ std::string SizeExpression::in_words() const {
   return infix ? result : result + ")";
 }
 
+std::set<std::string> SizeExpression::symbols() const {
+  std::set<std::string> result;
+  if (!symbol_.empty()) result.insert(symbol_);
+  for (const SizeExpression& part : parts_) result.merge(part.symbols());
+  return result;
+}
+
+std::optional<std::pair<std::string, int64_t>> SizeExpression::solved(std::map<std::string, int64_t> symbols,
+                                                                      int64_t value) const {
+  std::string unknown;
+  for (const std::string& symbol : this->symbols()) {
+    if (symbols.contains(symbol)) continue;
+    if (!unknown.empty()) return std::nullopt;
+    unknown = symbol;
+  }
+  if (unknown.empty()) return std::nullopt;
+  const auto at = [&](int64_t number) {
+    symbols[unknown] = number;
+    return this->value(symbols);
+  };
+  const std::optional<int64_t> first = at(1);
+  const std::optional<int64_t> second = at(2);
+  if (!first || !second || *second == *first || (value - *first) % (*second - *first) != 0) return std::nullopt;
+  const int64_t number = (value - *first) / (*second - *first) + 1;
+  return at(number) == value ? std::optional(std::pair(unknown, number)) : std::nullopt;
+}
+
 std::optional<int64_t> SizeExpression::value(const std::map<std::string, int64_t>& symbols) const {
   if (!symbol_.empty()) {
     const auto found = symbols.find(symbol_);

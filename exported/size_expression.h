@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ds::exported {
@@ -18,9 +20,13 @@ class SizeExpression {
 
   // The symbol that the expression is; empty: it is something else.
   const std::string& symbol() const { return symbol_; }
-  const std::vector<SizeExpression>& parts() const { return parts_; }
+  // All symbols in it.
+  std::set<std::string> symbols() const;
   // As people write it: "s77", "2*s0".
   std::string in_words() const;
+  // The value of its only unknown symbol with which the expression is `value`; none: there is no such number, or not
+  // one unknown symbol. Exact for expressions that are linear in it, as those of dynamic dimensions are.
+  std::optional<std::pair<std::string, int64_t>> solved(std::map<std::string, int64_t> symbols, int64_t value) const;
   // Its value; none: one of its symbols is not known, or it divides by zero.
   std::optional<int64_t> value(const std::map<std::string, int64_t>& symbols) const;
 

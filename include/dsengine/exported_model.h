@@ -68,7 +68,7 @@ struct ExportedOptions {
 struct ExportedSize {
   int64_t least = 0;   // the smallest allowed size; of a fixed dimension the size
   int64_t most = 0;    // the largest allowed size, INT64_MAX: without a limit; of a fixed dimension the size
-  std::string symbol;  // "s77", or an expression of symbols as "2*s77"; empty: the dimension is fixed
+  std::string symbol;  // "s77", or an expression of symbols, "2*s77"; empty: the dimension is fixed
 
   bool operator==(const ExportedSize&) const = default;
 };

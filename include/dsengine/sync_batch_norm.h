@@ -6,6 +6,7 @@
 //
 // The module stays as it is. Members of a LibTorch module have their types, so nothing can be exchanged in it: a
 // converted layer is known by its tensors, and it is the operator batch_norm that computes otherwise when it gets them.
+// The layers of an exported model (dsengine/exported_model.h) with running statistics are known by the names of these.
 // With the first conversion of a process a kernel is registered for that operator, which costs other layers a look into
 // a table; before, nothing.
 //

@@ -4,6 +4,7 @@
 
 #include <numeric>
 #include <optional>
+#include <typeinfo>
 #include <utility>
 
 #include "core/check.h"
@@ -20,10 +21,27 @@ std::optional<LayerTensors> tensors_as(torch::nn::Module& module) {
   return LayerTensors{layer->weight, layer->bias, layer->running_mean, layer->running_var, layer->num_batches_tracked};
 }
 
+// A layer of an exported model (dsengine/exported_model.h): a plain module with what Python registers in a BatchNorm.
+std::optional<LayerTensors> tensors_of_plain(torch::nn::Module& module) {
+  if (typeid(module) != typeid(torch::nn::Module)) return std::nullopt;
+  const auto buffers = module.named_buffers(/*recurse=*/false);
+  for (const char* name : {"running_mean", "running_var", "num_batches_tracked"}) {
+    if (!buffers.contains(name)) return std::nullopt;
+  }
+  const auto parameters = module.named_parameters(/*recurse=*/false);
+  const auto parameter = [&](const char* name) {
+    const at::Tensor* const found = parameters.find(name);
+    return found == nullptr ? at::Tensor() : *found;
+  };
+  return LayerTensors{parameter("weight"), parameter("bias"), buffers["running_mean"], buffers["running_var"],
+                      buffers["num_batches_tracked"]};
+}
+
 std::optional<LayerTensors> tensors_if_norm(torch::nn::Module& module) {
   if (auto found = tensors_as<torch::nn::BatchNorm2dImpl>(module)) return found;
   if (auto found = tensors_as<torch::nn::BatchNorm1dImpl>(module)) return found;
-  return tensors_as<torch::nn::BatchNorm3dImpl>(module);
+  if (auto found = tensors_as<torch::nn::BatchNorm3dImpl>(module)) return found;
+  return tensors_of_plain(module);
 }
 
 // Layers by their weight and by their running mean.

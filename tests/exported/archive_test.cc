@@ -80,21 +80,92 @@ TEST(ExportedArchive, IsASourceOfWeights) {
   EXPECT_EQ(source->aliases().size(), 1U);
 }
 
-TEST(ExportedArchive, OtherFilesAreToldWhatToDo) {
-  const test::ScratchFolder folder;
-  const std::string good = bytes_of(kFolder + "mlp.pt2");
-  const auto said = [&](const std::string& bytes) {
-    const std::string path = folder.write("model.pt2", bytes);
-    return test::thrown_by<IoError>([&] { load_exported(path); });
-  };
+// A good file in which the checksums are left out, so that its texts can be changed.
+std::string without_checksums(std::string bytes) {
+  const std::string entry = "PK\1\2";
+  constexpr size_t kChecksum = 16;
+  for (size_t at = bytes.find(entry); at != std::string::npos; at = bytes.find(entry, at + 1)) {
+    bytes.replace(at + kChecksum, 4, 4, '\0');
+  }
+  return bytes;
+}
+
+class RefusedFile : public testing::Test {
+ protected:
+  std::string said(const std::string& bytes, const ExportedOptions& options = {}) const {
+    const std::string path = folder_.write("model.pt2", bytes);
+    return test::thrown_by<IoError>([&] { load_exported(path, options); });
+  }
+
+  const test::ScratchFolder folder_;
+  const std::string stored_ = bytes_of(kFolder + "mlp.pt2");
+  const std::string good_ = without_checksums(stored_);
+};
+
+TEST_F(RefusedFile, IsNoExportedModel) {
   EXPECT_THAT(said("text"), HasSubstr("no end of a zip directory"));
-  EXPECT_THAT(said(good.substr(0, good.size() / 2)), HasSubstr("no end of a zip directory"));
-  EXPECT_THAT(said(with(good, "archive_format", "archive_forma_")),
+  EXPECT_THAT(said(good_.substr(0, good_.size() / 2)), HasSubstr("no end of a zip directory"));
+  EXPECT_THAT(said(with(good_, "archive_format", "archive_forma_")),
               AllOf(HasSubstr("no exported model"), HasSubstr("torch.export.save(")));
-  EXPECT_THAT(said(with(good, "models/model.json", "models/model.jso_")), HasSubstr("holds no program"));
-  EXPECT_THAT(said(with(good, "\"target\": \"torch.ops.aten.linear", "\"target\": \"torch.ops.aten.limear")),
+  EXPECT_THAT(said(with(good_, "models/model.json", "models/model.jso_")), HasSubstr("holds no program"));
+  EXPECT_THAT(said(with(good_, "data/weights/model_weights_config.json", "data/weights/model.pt_________________")),
+              HasSubstr("\"body.0.weight\" of the program is not stored"));
+  EXPECT_THAT(test::thrown_by<IoError>([&] { load_exported(folder_ / "missing.pt2"); }), HasSubstr("missing.pt2"));
+}
+
+TEST_F(RefusedFile, IsDamaged) {
+  const std::string target = "\"target\": \"torch.ops.aten.linear";
+  EXPECT_THAT(said(with(stored_, target, "\"target\": \"torch.ops.aten.limear")),
               HasSubstr("does not have its checksum"));
-  EXPECT_THAT(test::thrown_by<IoError>([&] { load_exported(folder / "missing.pt2"); }), HasSubstr("missing.pt2"));
+  EXPECT_THAT(said(with(good_, "{\"graph_module\"", "[\"graph_module\"")), HasSubstr("the file is damaged"));
+  EXPECT_THAT(said(with(good_, "\"nodes\"", "\"nodez\"")), HasSubstr("'nodes' not found; the file is damaged"));
+  EXPECT_THAT(said(with(good_, "\"outputs\": [{\"as_tensor\": {\"name\": \"linear_2\"}}], \"nodes\"",
+                        "\"outputs\": [{\"as_tensor\": {\"name\": \"linear_9\"}}], \"nodes\"")),
+              HasSubstr("the value \"linear_9\" is used before it is made"));
+  EXPECT_THAT(said(with(good_, "\"path_name\": \"weight_0\"", "\"path_name\": \"weight_5\"")),
+              HasSubstr("elements of the record \"data/weights/weight_5\", which has"));
+}
+
+TEST_F(RefusedFile, IsOfAnotherSchema) {
+  EXPECT_THAT(said(with(good_, "\"major\": 8", "\"major\": 9")),
+              AllOf(HasSubstr("schema 9.17, written by torch 2."), HasSubstr("expected a schema 8.x")));
+}
+
+TEST_F(RefusedFile, HasOperatorsThatAreNotHere) {
+  EXPECT_THAT(
+      said(with(good_, "\"torch.ops.aten.relu.default", "\"torch.ops.aten.relo.default")),
+      AllOf(HasSubstr("node \"relu\" (aten.relo.default, in module \"body.1\")"),
+            HasSubstr("has no such operator; the file was written by torch 2."), HasSubstr("in Python: File \"")));
+  EXPECT_THAT(said(with(good_, "\"torch.ops.aten.relu.default", "\"torch.ops.mine.relu.default")),
+              HasSubstr("has to be registered under this name before the model is loaded"));
+  EXPECT_THAT(said(with(good_, "\"torch.ops.aten.relu.default\"", "\"torch.ops.higher_order.scan\"")),
+              HasSubstr("this operator of higher order cannot be trained; supported are cond"));
+  EXPECT_THAT(said(with(good_, "\"name\": \"train\", \"arg\"", "\"name\": \"tr_in\", \"arg\"")),
+              HasSubstr("argument \"train\" is missing"));
+}
+
+// As the file of export(m, (t, t)) has it: one of the two is read by nobody.
+TEST_F(RefusedFile, DoesNotReadAnInput) {
+  const std::string unread = with(good_, R"("name": "input", "arg": {"as_tensor": {"name": "x"}})",
+                                  R"("name": "input", "arg": {"as_none": true           })");
+  EXPECT_THAT(said(unread), AllOf(HasSubstr("the program does not read the input \"x\""), HasSubstr("x.clone()")));
+  EXPECT_EQ(said(unread, {.unused_inputs = true}), "no error");
+}
+
+TEST_F(RefusedFile, WasExportedInEval) {
+  const std::string path = folder_.write("model.pt2", with(good_, "{\"as_bool\": true}", "{\"as_bool\":false}"));
+  const std::shared_ptr<ExportedModule> model = load_exported(path);
+  const at::Tensor x = at::ones({4, model->inputs()[0].sizes[1].least});
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(x); }),
+              AllOf(HasSubstr("was exported in eval()"), HasSubstr("model.train() before torch.export.export")));
+  model->eval();
+  EXPECT_NO_THROW(model->forward(x));
+  EXPECT_NO_THROW(load_exported(path, {.baked_mode = true})->forward(x));
+  // Two files: each mode has its own.
+  const std::shared_ptr<ExportedModule> both = load_exported(kFolder + "mlp.pt2", {.eval = path});
+  EXPECT_FALSE(both->forward(x).equal(both->forward(x)));
+  both->eval();
+  EXPECT_TRUE(both->forward(x).equal(model->forward(x)));
 }
 
 }  // namespace

@@ -3,17 +3,24 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <fstream>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "dsengine/exported_model.h"
+#include "dsengine/sync_batch_norm.h"
+#include "dsengine/zero.h"
 #include "exported/number_functions.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
+#include "tests/support/borrowed.h"
+#include "tests/support/thread_ranks.h"
 #include "tests/support/thrown.h"
 
 namespace ds::exported {
@@ -41,6 +48,16 @@ TEST(ExportedSizes, ExpressionsAreThoseOfSympy) {
   EXPECT_EQ(sum.value({{"s0", 5}}), 9);
   EXPECT_EQ(sum.in_words(), "2*s0 + -1");
   EXPECT_EQ(SizeExpression("FloorDiv(Symbol('s0', integer=True), Integer(0))").value({{"s0", 5}}), std::nullopt);
+}
+
+TEST(ExportedSizes, DerivedDimensionsAreSolvedForTheirSymbol) {
+  const SizeExpression odd("Add(Mul(Integer(2), Symbol('s0', integer=True)), Integer(1))");
+  EXPECT_EQ(odd.solved({}, 9), (std::optional(std::pair(std::string("s0"), int64_t{4}))));
+  EXPECT_EQ(odd.solved({}, 8), std::nullopt);
+  EXPECT_EQ(odd.solved({{"s0", 4}}, 9), std::nullopt) << "nothing is unknown";
+  const SizeExpression two("Add(Symbol('s0', integer=True), Symbol('s1', integer=True))");
+  EXPECT_EQ(two.solved({}, 9), std::nullopt);
+  EXPECT_EQ(two.solved({{"s0", 4}}, 9), (std::optional(std::pair(std::string("s1"), int64_t{5}))));
 }
 
 TEST(ExportedSizes, WhatIsNoExpressionIsTold) {
@@ -131,6 +148,102 @@ TEST(ExportedMode, EvalDropsNothingAndCountsNoBatches) {
   EXPECT_EQ(counts(), trained);
 }
 
+// As numbers() of export_pieces.py.
+at::Tensor numbers_of_pieces(double sign) {
+  return at::arange(6 * 8, at::kFloat).sin().view({6, 8}) * 0.5 + sign * 0.1;
+}
+
+void expect_values(const at::Tensor& found, const nlohmann::json& expected, const std::string& name) {
+  const at::Tensor flat = found.detach().to(at::kDouble).reshape({-1});
+  const auto values = expected.get<std::vector<double>>();
+  ASSERT_EQ(flat.numel(), static_cast<int64_t>(values.size())) << name;
+  EXPECT_TRUE(at::allclose(flat, at::tensor(values, at::kDouble), 1e-6, 1e-6)) << name;
+}
+
+// Runs a file of export_pieces.py and compares outputs, gradients and buffers with Python's.
+void expect_python(ExportedModule& model, const ExportedInputs& inputs, const nlohmann::json& expected) {
+  const ExportedOutputs outputs = model.forward(inputs);
+  at::Tensor sum = at::zeros({}, at::kDouble);
+  ASSERT_EQ(outputs.size(), expected.at("outputs").size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const std::string& name = outputs.names()[i];
+    const nlohmann::json& value = expected.at("outputs").at(name);
+    const c10::IValue& found = outputs.values()[i];
+    if (!found.isTensor()) {
+      EXPECT_TRUE(found.isNone() ? value.is_null() : found.toInt() == value.get<int64_t>()) << name;
+      EXPECT_THROW(outputs[name], UsageError);
+      continue;
+    }
+    expect_values(found.toTensor(), value, name);
+    if (found.toTensor().requires_grad()) sum = sum + found.toTensor().to(at::kDouble).sum();
+  }
+  sum.backward();
+  for (const auto& item : model.named_parameters()) {
+    if (!expected.at("gradients").contains(item.key())) continue;
+    // A branch that is not taken gets zeros in Python, and nothing here.
+    const at::Tensor& gradient = item.value().grad();
+    const double norm = gradient.defined() ? gradient.to(at::kDouble).norm().item<double>() : 0.0;
+    EXPECT_NEAR(norm, expected.at("gradients").at(item.key()), 1e-4) << item.key();
+  }
+  const auto buffers = model.named_buffers();
+  for (const auto& [name, values] : expected.at("buffers").items()) expect_values(buffers[name], values, name);
+}
+
+nlohmann::json golden_pieces() {
+  std::ifstream file(std::string(DS_SOURCE_DIR) + "/tests/exported/data/pieces.json");
+  return nlohmann::json::parse(file);
+}
+
+TEST(ExportedPieces, BlocksBranchesSizesAndBuffersArePythons) {
+  const nlohmann::json golden = golden_pieces();
+  for (const auto& [sign, factor] : {std::pair("+", 1.0), std::pair("-", -1.0)}) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"));
+    const ExportedInputs inputs = {{"x", numbers_of_pieces(factor)}, {"mask", numbers_of_pieces(0) > 0.3}};
+    expect_python(*model, inputs, golden.at("pieces").at(sign));
+    const auto buffers = model->named_buffers();
+    EXPECT_EQ(buffers.size(), 2U) << "a non-persistent buffer is in no state dict";
+  }
+}
+
+TEST(ExportedPieces, AnotherValueThanTheBakedOneIsRefused) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"));
+  const at::Tensor x = numbers_of_pieces(1);
+  EXPECT_THAT(test::thrown_by<UsageError>([&] {
+                model->forward({{"x", x}, {"mask", x > 0.3}, {"shift", 4}});
+              }),
+              AllOf(HasSubstr("\"shift\" was 3 when the model was exported"), HasSubstr("found 4")));
+  EXPECT_NO_THROW(model->run({x, x > 0.3, 3, 0.25}));
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(x, x > 0.3); }),
+              HasSubstr("forward returns 7 values (loss, parts.0, parts.1, parts.2, top, rows, absent)"));
+}
+
+TEST(ExportedPieces, ASecondFileIsTheProgramOfEval) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("pieces"), {.eval = data("pieces_eval")});
+  const ExportedInputs inputs = {{"x", numbers_of_pieces(1)}, {"mask", numbers_of_pieces(0) > 0.3}};
+  model->eval();
+  expect_python(*model, inputs, golden_pieces().at("pieces_eval").at("+"));
+}
+
+TEST(ExportedPieces, ADecomposedProgramReturnsItsBuffersAndHasOneMode) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("decomposed"));
+  const ExportedInputs inputs = {{"x", numbers_of_pieces(1)}};
+  expect_python(*model, inputs, golden_pieces().at("decomposed").at("+"));
+  EXPECT_EQ(model->named_buffers()["bn.num_batches_tracked"].item<int64_t>(), 1);
+  model->eval();
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(inputs); }),
+              AllOf(HasSubstr("was exported with run_decompositions()"), HasSubstr("ExportedOptions::eval")));
+}
+
+// What an operator throws while it runs.
+TEST(ExportedPieces, AnErrorOfAnOperatorNamesItAndPythonsLine) {
+  const std::shared_ptr<ExportedModule> model = load_exported(data("decomposed"), {.baked_mode = true});
+  const at::NoGradGuard no_grad;
+  model->named_parameters()["fc.bias"].set_data(at::zeros({3}));
+  EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(numbers_of_pieces(1)); }),
+              AllOf(HasSubstr("decomposed.pt2: node \"addmm\" (aten.addmm.default, in module \"fc\"): "),
+                    HasSubstr("\nin Python: File \""), testing::Not(HasSubstr("frame #"))));
+}
+
 TEST(ExportedMode, AProgramOfTrainIsNoneForEval) {
   EXPECT_THAT(test::thrown_by<IoError>([] { load_exported(data("mlp"), {.eval = data("mlp")}); }),
               HasSubstr("was exported in train(), and is named as the program for eval()"));
@@ -139,20 +252,46 @@ TEST(ExportedMode, AProgramOfTrainIsNoneForEval) {
 }
 
 TEST(ExportedMeta, HasNoMemoryAndItsValuesComeFromTheFile) {
-  const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"), {.meta = true});
   const std::shared_ptr<ExportedModule> full = load_exported(data("gpt"));
-  for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
-  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
-  const auto started = engine::initialize({.model = model, .config = config, .weights = data("gpt")});
-  std::map<std::string, at::Tensor> expected;
-  for (const auto& item : full->named_parameters()) expected[item.key()] = item.value();
-  for (const auto& [name, value] : started.engine->module_state_dict()) {
-    if (expected.contains(name)) EXPECT_TRUE(value.equal(expected[name])) << name;
-  }
-  model->eval();
   full->eval();
   const at::Tensor tokens = at::arange(8, at::kLong).view({2, 4});
-  EXPECT_TRUE(model->forward(tokens).equal(full->forward(tokens)));
+  const at::Tensor expected = full->forward(tokens).detach();
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"), {.meta = true});
+    for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.is_meta());
+    const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"zero_optimization", {{"stage", 3}}}};
+    const auto started = engine::initialize(
+        {.model = model, .config = config, .weights = data("gpt"), .communicator = test::borrowed(ranks)});
+    model->eval();
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(model->forward(tokens).equal(expected));
+  });
+}
+
+TEST(ExportedMeta, InsideZeroInitNoRankHoldsTheModel) {
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    zero::Init init(test::borrowed(ranks), {.max_live = 0, .smallest = 16});
+    const std::shared_ptr<ExportedModule> model = load_exported(data("gpt"));
+    int64_t held = 0;
+    for (const at::Tensor& parameter : model->parameters()) held += static_cast<int64_t>(parameter.storage().nbytes());
+    int64_t all = 0;
+    for (const at::Tensor& parameter : model->parameters()) all += static_cast<int64_t>(parameter.nbytes());
+    EXPECT_LT(held, all / 2);
+  });
+}
+
+TEST(ExportedBatchNorm, NormalizesOverTheBatchesOfAllRanks) {
+  const std::shared_ptr<ExportedModule> single = load_exported(data("resnet"));
+  std::vector<int64_t> sizes = {8};
+  for (size_t d = 1; d < single->inputs()[0].sizes.size(); ++d) sizes.push_back(single->inputs()[0].sizes[d].least);
+  at::Tensor x = at::arange(c10::multiply_integers(sizes), at::kFloat).sin().view(sizes);
+  const at::Tensor whole = single->forward(x).detach();
+  test::run_ranks(2, [&](comm::Communicator& ranks) {
+    const std::shared_ptr<ExportedModule> model = load_exported(data("resnet"));
+    EXPECT_GT(convert_sync_batchnorm(*model, ranks).size(), 4U);
+    const at::Tensor part = model->forward(x.chunk(2)[ranks.rank()]).detach();
+    EXPECT_TRUE(at::allclose(part, whole.chunk(2)[ranks.rank()], 1e-4, 1e-5));
+  });
 }
 
 TEST(ExportedDtype, BakedOnesAreToldWithPythonsLine) {
@@ -162,7 +301,10 @@ TEST(ExportedDtype, BakedOnesAreToldWithPythonsLine) {
               AllOf(HasSubstr("bf16.enabled: "), HasSubstr("was exported in Float"), HasSubstr("torch_autocast"),
                     HasSubstr("in Python: File \"")));
   const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1}, {"bf16", {{"enabled", true}}}};
-  EXPECT_THROW(engine::initialize({.model = model, .config = config}), ConfigError);
+  test::run_ranks(1, [&](comm::Communicator& ranks) {
+    EXPECT_THROW(engine::initialize({.model = model, .config = config, .communicator = test::borrowed(ranks)}),
+                 ConfigError);
+  });
 }
 
 }  // namespace

@@ -20,6 +20,8 @@
 #include "core/text.h"
 #include "core/unique_fd.h"
 #include "dsengine/checkpoint.h"
+#include "dsengine/exported_model.h"
+#include "exported/archive.h"
 #include "tests/fuzz/refusing.h"
 
 namespace ds::fuzz {
@@ -99,6 +101,22 @@ void read_archive(std::string_view bytes) {
     const auto source = checkpoint::open_weights(memory.path());
     for (const auto& [path, info] : source->tensors()) {
       if (info.numel() <= kMostBytes / 8) look_at(source->tensor(path));
+    }
+  });
+}
+
+void read_exported(std::string_view bytes) {
+  const MemoryFile memory(bytes);
+  refusing([&] {
+    const exported::Archive archive(memory.path());
+    for (const std::string& program : archive.programs()) {
+      for (const exported::StoredTensors& tensors : {archive.weights(program), archive.constants(program)}) {
+        for (const auto& [name, stored] : tensors) {
+          if (stored.numel() > kMostBytes / 16) return;
+        }
+      }
+      const auto module = load_exported(memory.path(), {.program = program, .unused_inputs = true});
+      for (const at::Tensor& parameter : module->parameters()) look_at(parameter);
     }
   });
 }
