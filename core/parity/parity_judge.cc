@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -23,8 +23,8 @@ constexpr double kRounding = 4 * 1.2e-7;  // of a weight in float32
 
 std::string three_digits(double number) {
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3g", number);
-  return text.data();
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), number, std::chars_format::general, 3).ptr;
+  return {text.data(), end};
 }
 
 // Two tensors, as sums over their elements.
