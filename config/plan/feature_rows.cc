@@ -187,7 +187,9 @@ void add_flops_row(const config::DsConfig& config, Plan& plan) {
                        cat("flops_profiler.enabled: true, profile_step: ", section.profile_step)});
 }
 
-void add_replicas_row(const config::DsConfig& config, Plan& plan) {
+void add_alike_rows(const config::DsConfig& config, Plan& plan) {
+  if (config.sync_batchnorm) plan.rows.push_back({"batch norm", "of all data ranks", "sync_batchnorm: true"});
+  if (config.broadcast_buffers) plan.rows.push_back({"buffers", "those of rank 0", "broadcast_buffers: true"});
   if (!plan.trains || !config.given("check_replicas")) return;
   const int64_t every = config.check_replicas;
   plan.rows.push_back({"replicas",

@@ -435,10 +435,8 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   add_comms_log_row(config, plan);
   add_flops_row(config, plan);
   plan.rows.push_back(seeds_row(config, facts, plan.topology.tensor));
-  if (config.sync_batchnorm) plan.rows.push_back({"batch norm", "of all data ranks", "sync_batchnorm: true"});
-  if (config.broadcast_buffers) plan.rows.push_back({"buffers", "those of rank 0", "broadcast_buffers: true"});
+  add_alike_rows(config, plan);
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
-  add_replicas_row(config, plan);
   note_products(config, plan);
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

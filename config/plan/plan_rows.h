@@ -23,8 +23,9 @@ void add_comms_log_row(const config::DsConfig& config, Plan& plan);
 // Appends the row on flops_profiler.
 void add_flops_row(const config::DsConfig& config, Plan& plan);
 
-// Appends the row on check_replicas, where the file has the key: its default says nothing about a run.
-void add_replicas_row(const config::DsConfig& config, Plan& plan);
+// Appends rows on what data ranks are made to have alike, and on check_replicas, which compares it. The default of that
+// key says nothing about a run, and has no row.
+void add_alike_rows(const config::DsConfig& config, Plan& plan);
 
 // Appends rows on keys that change how DeepSpeed moves data and have no effect on this layout.
 void add_rows_without_effect(const config::DsConfig& config, Plan& plan);

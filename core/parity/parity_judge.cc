@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -21,10 +21,10 @@ constexpr double kGrowth = 4;             // of the bounds from step to step
 constexpr double kMostGradient = 0.1;     // to which they grow
 constexpr double kRounding = 4 * 1.2e-7;  // of a weight in float32
 
-std::string shown(double number) {
+std::string three_digits(double number) {
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3g", number);
-  return text.data();
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), number, std::chars_format::general, 3).ptr;
+  return {text.data(), end};
 }
 
 // Two tensors, as sums over their elements.
@@ -86,7 +86,7 @@ std::string explained(double ratio, const RecordedLayout& layout) {
 
 std::string ratio_text(double ratio, const RecordedLayout& layout) {
   const std::string known = explained(ratio, layout);
-  return cat(shown(ratio), " times", known.empty() ? std::string() : cat(" (", known, ")"));
+  return cat(three_digits(ratio), " times", known.empty() ? std::string() : cat(" (", known, ")"));
 }
 
 bool near(double a, double b, double bound) {
@@ -249,8 +249,8 @@ std::string Judge::gradients(size_t step) {
   return cat("step ", step, ": the gradient of ", first,
              differing == 1 ? std::string() : cat(" (and of ", differing - 1, " more of ", parameters_, ")"), " is ",
              of_first.is_multiple() ? ratio_text(of_first.ratio(), run_.layout)
-                                    : cat("another one, of norm ", shown(std::sqrt(of_first.found)), " in place of ",
-                                          shown(std::sqrt(of_first.expected))),
+                                    : cat("another one, of norm ", three_digits(std::sqrt(of_first.found)),
+                                          " in place of ", three_digits(std::sqrt(of_first.expected))),
              of_first.is_multiple() ? " what it should be" : "",
              ". Likely: ", cause_of_gradients(of_first, differing, parameters_));
 }
@@ -319,8 +319,8 @@ std::string Judge::updates(size_t step) const {
     return cat(
         "step ", step, ": the gradients agree, and the update of ", parameter, " is ",
         sums.is_multiple() ? cat(ratio_text(sums.ratio(), run_.layout), " what it should be")
-                           : cat("another one, of norm ", shown(std::sqrt(sums.found)), " in place of ",
-                                 shown(std::sqrt(sums.expected))),
+                           : cat("another one, of norm ", three_digits(std::sqrt(sums.found)), " in place of ",
+                                 three_digits(std::sqrt(sums.expected))),
         ". Likely: an optimizer state or a step count that was not loaded, a learning rate or weight decay that ",
         "differs between ranks, or clipping by another norm");
   }
@@ -347,7 +347,7 @@ ParityVerdict Judge::verdict() {
   if (!what.empty()) return {.equal = false, .text = cat("parity: different, ", runs, ": ", what)};
   return {.equal = true,
           .text = cat("parity: equal, ", runs, ": ", steps, steps == 1 ? " step" : " steps", ", ", parameters_,
-                      " parameters; gradients differ by at most ", shown(largest_), " of their norm (bound ",
+                      " parameters; gradients differ by at most ", three_digits(largest_), " of their norm (bound ",
                       bounds_.gradient, " in the first step)")};
 }
 

@@ -91,7 +91,7 @@ void add_masters(const ModelState& state, size_t b, Numbered& to) {
 // Adds for each parameter of 16 bits whether an element is another one than its master, rounded.
 void add_roundings(const ModelState& state, size_t b, Numbered& to) {
   const at::Tensor own = state.own_part(b);
-  if (own.element_size() != sizeof(int16_t)) return;
+  if (own.element_size() != sizeof(int16_t) || own.device() != state.masters[b].device()) return;
   const at::Tensor rounded = state.masters[b].to(own.scalar_type());
   const at::Tensor differs = rounded.view(at::kShort).ne(own.view(at::kShort));
   for (const KeptRun& run :
