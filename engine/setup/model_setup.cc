@@ -15,6 +15,7 @@
 #include "model/state/kept_buffers.h"
 #include "model/state/part_options.h"
 #include "model/state/row_wise.h"
+#include "model/state/tensor_parts.h"
 #include "optim/optimizer_table.h"
 #include "zero/gather/parameter_publisher.h"
 
@@ -203,7 +204,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.buckets = std::move(built.buckets);
   model.frozen_buckets = std::move(built.frozen_buckets);
   model.masters = std::move(built.masters);
-  if (model.pipeline) note_buckets(*model.pipeline, model.buckets);
+  if (model.pipeline) note_buckets(*model.pipeline, model.buckets, trained_tensor);
   model.axes = make_axes(model);
   model.gradients = make_gradients(model, widths);
   make_access(model);

@@ -5,7 +5,6 @@
 
 #include "core/check.h"
 #include "dsengine/activation_checkpoint.h"
-#include "model/state/tensor_parts.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/stage_placement.h"
 
@@ -79,7 +78,8 @@ std::string layers_text(const PipelineState& parts) {
   return text + '\n';
 }
 
-void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets) {
+void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets,
+                  at::Tensor (*trained)(const at::Tensor& parameter)) {
   std::unordered_map<const void*, size_t> bucket_of;
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (const zero::Parameter& parameter : buckets[b].parameters()) {
@@ -88,7 +88,7 @@ void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>
   }
   const auto for_each = [&](const std::vector<at::Tensor>& tensors, const auto& use) {
     for (const at::Tensor& tensor : tensors) {
-      const auto found = bucket_of.find(trained_tensor(tensor).unsafeGetTensorImpl());
+      const auto found = bucket_of.find(trained(tensor).unsafeGetTensorImpl());
       if (found != bucket_of.end()) use(found->second);  // else it is frozen
     }
   };

@@ -54,7 +54,9 @@ void require_equal_batches(const PipelineState& parts, const DataLoader& loader,
 std::string layers_text(const PipelineState& parts);
 
 // Notes which buckets are tied, and which belong to the backward of each stage.
-void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets);
+// `trained(parameter)` is the tensor that buckets know a parameter by (model/state/tensor_parts.h).
+void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets,
+                  at::Tensor (*trained)(const at::Tensor& parameter));
 
 // Returns the training schedule of so many micro-batches, once it is proved sound.
 const pipeline::Schedule& training_schedule(PipelineState& parts, const Plan& plan, int micro_batches);

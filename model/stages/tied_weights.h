@@ -29,8 +29,8 @@ struct TiedWeights {
 // over `ranks`, the pipeline's.
 std::vector<TiedWeights> make_tied_weights(const pipeline::PipelineModule& module, comm::Communicator& ranks);
 
-// Returns the place in `all` of the tie that a parameter or buffer of this name belongs to, of those that this rank has;
-// -1: to none.
+// Returns the place in `all` of the tie that a parameter or buffer of this name belongs to, of those that this rank
+// has; -1: to none.
 int tie_of(const std::vector<TiedWeights>& all, const std::string& name);
 // Whether a parameter or buffer of this name is a copy of what the first rank of its tie has.
 bool is_tied_copy(const std::vector<TiedWeights>& all, const std::string& name);
