@@ -12,6 +12,7 @@
 #include "checkpoint/source/training_state.h"
 #include "core/ascii.h"
 #include "core/check.h"
+#include "core/log.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -278,8 +279,12 @@ TrainingState saved_state(const SavedCheckpoint& saved, const PickleField& modul
   state.micro_steps = counted(state.global_steps, accumulation_steps(state.config, saved.ranks), model);
   state.zero_stage = saved.stage;
   state.precision = precision_of(model, module);
-  // Without ZeRO the optimizer of a pipeline has its stage's parameters without names.
-  if (saved.has_optimizer() && (saved.stage > 0 || saved.module())) state.optimizer = optimizer_of(saved, state.config);
+  if (saved.has_optimizer() && (saved.stage > 0 || saved.module())) {
+    state.optimizer = optimizer_of(saved, state.config);
+  } else if (saved.has_optimizer()) {
+    log::warning(model.where(), ": the optimizer's states are not read: a pipeline without ZeRO has them without the ",
+                 "names of parameters; DeepSpeed writes these with zero_optimization.stage 1");
+  }
   if (state.precision == "float16") state.loss_scaler = loss_scaler_of(saved);
   if (const auto schedule = model.find("lr_scheduler"); schedule && schedule->is(PickleKind::kDict)) {
     if (const auto iteration = schedule->find("last_batch_iteration")) state.lr_iteration = iteration->integer();
