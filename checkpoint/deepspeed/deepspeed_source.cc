@@ -109,8 +109,8 @@ std::string precision_name(at::ScalarType dtype) {
   }
 }
 
-// The dtype of the module's first trained parameter that is no buffer. `layer`: the state dict of a layer that has
-// some, where the module is a pipeline.
+// The dtype of the module's first trained parameter that is no buffer. `module`: the module's state dict, of a
+// pipeline that of its first layer.
 std::string precision_of(const PickleField& model, const PickleField& module) {
   std::set<std::string> others;
   const PickleField buffers = model.at("buffer_names");
@@ -346,6 +346,14 @@ class DeepspeedSource : public Source {
     const auto layer = pipeline ? std::make_unique<TorchArchive>(files.layers.begin()->second[0]) : nullptr;
     state_ = saved_state(saved[0], layer ? PickleField(layer->root(), layer->path()) : *saved[0].module());
     const auto model_ranks = static_cast<int>(saved.size());
+    for (const SavedCheckpoint& one : saved) {
+      if (!state_.optimizer || one.stage == 0) break;
+      const int64_t steps = SavedSteps(one).count();
+      if (steps != state_.optimizer->step_count) {
+        one.model().fail(cat("its optimizer has ", steps, " updates, that of the first model-parallel rank ",
+                             state_.optimizer->step_count));
+      }
+    }
     state_.tensor_ranks = pipeline ? files.layer_ranks() : model_ranks;
     state_.pipeline_stages = model_ranks / state_.tensor_ranks;
     state_.world_size *= model_ranks;

@@ -50,11 +50,14 @@ class PartRules {
   std::optional<int64_t> rows_;                               // "original_vocab_size"
 };
 
+// The tensors of a whole checkpoint.
 class JoinedLayout {
  public:
   // `saved`: by model-parallel rank, in the order of the files. Throws IoError naming file, tensor and shapes, for
   // parts that do not fit together and for those that nothing tells how to join.
   JoinedLayout(const SavedFolder& folder, const std::vector<SavedCheckpoint>& saved);
+  JoinedLayout(const JoinedLayout&) = delete;
+  JoinedLayout& operator=(const JoinedLayout&) = delete;
 
   // Tensors and further names, as Source has them.
   const std::map<std::string, TensorInfo>& tensors() const { return infos_; }
