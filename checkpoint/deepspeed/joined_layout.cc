@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <string_view>
 
 #include "checkpoint/deepspeed/pipeline_layers.h"
 #include "core/check.h"
@@ -19,7 +20,7 @@ constexpr const char* kTwoHalves = "parameter_with_2_sub_params_cat_dim_0";
 // Parts that are no ranges of one dimension, or that differ on the ranks although each has all.
 constexpr const char* kUnread[] = {"parameter_to_average_patterns", "parameter_with_sub_params", "affine_map"};
 
-bool is_empty(const PickleField& field) {
+bool has_nothing(const PickleField& field) {
   if (field.is_list()) return field.size() == 0;
   return field.is(PickleKind::kDict) && field.entries().empty();
 }
@@ -30,8 +31,8 @@ std::string name_of(const std::string& path) { return path.substr(path.rfind('/'
 
 // DeepSpeed's PipelineModule registers tied layers under this name, dsengine's under their key alone.
 std::string without_tie(const std::string& name) {
-  constexpr std::string_view kTied = "tied_modules.";
-  return name.starts_with(kTied) ? name.substr(kTied.size()) : name;
+  constexpr std::string_view kOfDeepSpeed = "tied_modules.";
+  return name.starts_with(kOfDeepSpeed) ? name.substr(kOfDeepSpeed.size()) : name;
 }
 
 std::string shown(const std::vector<std::vector<int64_t>>& sizes) {
@@ -68,7 +69,7 @@ PartRules::PartRules(const PickleField& model) {
   where_ = info->where();
   for (const char* key : kUnread) {
     const auto unread = info->find(key);
-    if (unread && !is_empty(*unread)) {
+    if (unread && !has_nothing(*unread)) {
       unread->fail("parts of this kind cannot be read; convert the checkpoint with DeepSpeed's ds_to_universal");
     }
   }

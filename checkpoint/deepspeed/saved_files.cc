@@ -105,7 +105,7 @@ std::optional<LayerFileName> parsed_layer(std::string_view text) {
 }
 
 // The files of one model-parallel rank, as they are found.
-struct RankFiles {
+struct FilesOfRank {
   std::map<int, std::string> whole, parts, optim;  // by data-parallel rank
 
   SavedFiles files(const std::string& folder, int model_rank) const {
@@ -139,7 +139,7 @@ std::map<int, std::vector<std::string>> layers_in_order(const std::string& folde
 bool holds_deepspeed_files(const std::string& folder) { return !state_files_in(folder).empty(); }
 
 SavedFolder find_saved_files(const std::string& folder) {
-  std::map<int, RankFiles> ranks;
+  std::map<int, FilesOfRank> ranks;
   std::map<int, std::map<int, std::string>> layers;
   const auto add = [&folder](std::map<int, std::string>& by_rank, int rank, const std::string& name) {
     const auto [entry, added] = by_rank.emplace(rank, name);
@@ -154,7 +154,7 @@ SavedFolder find_saved_files(const std::string& folder) {
       add(layers[layer->layer], layer->model_rank, name);
       continue;
     }
-    RankFiles& own = ranks[std::stoi(words->model_rank)];
+    FilesOfRank& own = ranks[std::stoi(words->model_rank)];
     add(words->optim          ? own.optim
         : words->rank.empty() ? own.whole
                               : own.parts,
