@@ -116,8 +116,6 @@ const WeightsReport& Engine::start_weights() const { return impl_->start_weights
 std::string Engine::save_weights(const std::string& path, const SaveWeightsOptions& options) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  require(self.state.pipeline_ranks() == 1, "save_weights: no rank of a pipeline has all layers; expected ",
-          "save_checkpoint() with exclude_frozen_parameters, and then `ds-tool checkpoint convert`");
   self.order.require(Call::kSaveWeights);
   if (options.masters) self.order.scopes.require_own_weights("save_weights() with masters");
   const Phases::Scope phase(self.phases, "save_weights");
@@ -129,8 +127,6 @@ std::string Engine::save_weights(const std::string& path, const SaveWeightsOptio
 std::string Engine::save_fp32_model(const std::string& folder, const std::string& filename) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  require(self.state.pipeline_ranks() == 1, "save_fp32_model: no rank of a pipeline has the whole model; expected ",
-          "save_checkpoint() and then `ds-tool checkpoint convert --format torch`");
   self.order.require(Call::kSaveFp32Model);
   const Phases::Scope phase(self.phases, "save_fp32_model");
   self.synchronize_judged();
@@ -143,10 +139,8 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
                                      bool exclude_frozen_parameters, const std::optional<StateDict>& from) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  require(self.state.pipeline_ranks() == 1, "save_16bit_model: no rank of a pipeline has the whole ",
-          "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
   self.order.require(Call::kSave16BitModel);
-  const bool given = largest_of_ranks(from ? 1 : 0, self.state.ranks.device, self.state.ranks.layer_ranks(),
+  const bool given = largest_of_ranks(from ? 1 : 0, self.state.ranks.device, *self.state.ranks.world,
                                       "whether a state dict is saved") == 1;
   require(given || !self.state.plan.gather || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",

@@ -5,22 +5,20 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <set>
 #include <utility>
 
 #include "checkpoint/index.h"
-#include "checkpoint/module_file.h"
 #include "checkpoint/save_job.h"
 #include "checkpoint/tag_folder.h"
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/json/parse_json.h"
 #include "core/log.h"
-#include "core/text_lines.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
 #include "model/checkpoint/saved_state.h"
+#include "model/checkpoint/stage_tensors.h"
 
 namespace ds::engine {
 namespace {
@@ -96,7 +94,7 @@ class Saving {
 
   void begin() {
     training_ = training_state(model_, run_, options_.client_state);
-    training_.empty_modules = empty_modules();
+    training_.empty_modules = modules_without_tensors(model_);
     together("begin it", [&] {
       if (!folders_.leads()) return;
       note_run();
@@ -147,20 +145,6 @@ class Saving {
                                                             .durable = run_.config.checkpoint.durable,
                                                             .of_one_host = folders_.apart(),
                                                             .mock = writes_nothing(run_.config)});
-  }
-
-  // Returns the modules without tensors of all stages.
-  std::vector<std::string> empty_modules() const {
-    std::vector<std::string> own = checkpoint::modules_without_tensors(*model_.module);
-    if (!model_.pipeline) return own;
-    std::string text;
-    for (const std::string& name : own) text += name + '\n';
-    std::set<std::string> all;
-    for (const std::string& of_stage : comm::texts_of_ranks(text, model_.ranks.device, *model_.pipeline->ranks,
-                                                            "modules without tensors of the stages")) {
-      for (std::string& name : text_lines(of_stage)) all.insert(std::move(name));
-    }
-    return {all.begin(), all.end()};
   }
 
   // Marks the checkpoint as one of its run, and of those that keep_last counts.

@@ -19,6 +19,7 @@
 #include "core/files/safetensors.h"
 #include "core/name_pattern.h"
 #include "core/tensor_check.h"
+#include "model/checkpoint/stage_tensors.h"
 #include "model/state/tensor_parts.h"
 #include "model/state/whole_state.h"
 #include "optim/chunked_update.h"
@@ -56,31 +57,39 @@ void make_folder_of(const std::string& path) {
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
 }
 
-// Throws on all ranks where the first rank with this part of the model could not write its file. Collective.
+// Throws on all ranks where a rank could not write the file, or give what its stages have of it. Collective.
 void require_written(const ModelState& state, const std::exception_ptr& failure, const std::string& path,
                      const char* call) {
-  require<IoError>(comm::failed_rank(failure, state.ranks.device, state.ranks.layer_ranks()) < 0, call,
-                   ": rank 0 could not write ", path, ", its message says why");
+  const int failed = comm::failed_rank(failure, state.ranks.device, *state.ranks.world);
+  require<IoError>(failed < 0, call, ": rank ", failed, " could not write ", path, ", its message says why");
 }
 
-// The file that rank 0 writes, while the other ranks only take part in the gathers. A failure is kept until all ranks
-// are through.
+// Whether this rank, of those with the same layers, has a part in the file.
+bool has_file(const ModelState& state) { return state.ranks.layer_ranks().rank() == 0; }
+
+// The file that rank 0 writes, while the other ranks only take part in the gathers; the first ranks of later stages of
+// a pipeline send it theirs. A failure is kept until all ranks are through.
 class WeightFile {
  public:
-  WeightFile(const std::string& path, const torch::nn::Module& module, const FileTensors& tensors) {
-    std::vector<SafetensorsWriter::Header> headers;
+  WeightFile(const std::string& path, const ModelState& state, const FileTensors& tensors) {
+    const torch::nn::Module& module = *state.module;
+    std::vector<StageTensor> own;
     for (const auto& item : module.named_parameters()) {
       const void* const trained = trained_tensor(item.value()).unsafeGetTensorImpl();
       if (!tensors.parameters.contains(trained)) continue;
       names_[trained].push_back(item.key());
       const at::ScalarType dtype = item.value().scalar_type();
-      headers.push_back({item.key(), tensors.masters.contains(trained) ? optimizers::state_type(dtype) : dtype,
-                         item.value().sizes().vec()});
+      own.push_back({item.key(), tensors.masters.contains(trained) ? optimizers::state_type(dtype) : dtype,
+                     item.value().sizes().vec()});
     }
     for (const auto& item : module.named_buffers()) {
       if (!tensors.buffers.contains(item.key())) continue;
-      headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
+      own.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec(), /*is_buffer=*/true});
     }
+    if (state.pipeline) stages_.emplace(state, own);
+    if (stages_ && !stages_->is_first()) return;
+    std::vector<SafetensorsWriter::Header> headers;
+    for (const StageTensor& one : stages_ ? stages_->all() : own) headers.push_back({one.name, one.dtype, one.sizes});
     attempt([&] {
       make_folder_of(path);
       writer_.emplace(path, headers, std::map<std::string, std::string>{{"format", "pt"}});
@@ -94,7 +103,13 @@ class WeightFile {
     for (const std::string& name : found->second) write(name, values);
   }
   void write(const std::string& name, const at::Tensor& tensor) {
-    attempt([&] { writer_->write(name, tensor); });
+    attempt([&] {
+      if (stages_ && !stages_->is_first()) {
+        stages_->send(name, tensor);
+      } else {
+        writer_->write(name, tensor);
+      }
+    });
   }
   // Writes full values of the program's in the place of the parameters, and of the buffers that it names.
   void write_given(const StateDict& given, const torch::nn::Module& module) {
@@ -104,20 +119,32 @@ class WeightFile {
         const auto found = values.find(item.key());
         return found == values.end() ? item.value() : found->second.detach().to(item.value().scalar_type());
       };
-      for (const auto& item : module.named_buffers()) writer_->write(item.key(), own_or_given(item));
+      for (const auto& item : module.named_buffers()) write(item.key(), own_or_given(item));
       for (const auto& item : module.named_parameters()) {
-        if (names_.contains(trained_tensor(item.value()).unsafeGetTensorImpl())) {
-          writer_->write(item.key(), own_or_given(item));
-        }
+        if (names_.contains(trained_tensor(item.value()).unsafeGetTensorImpl())) write(item.key(), own_or_given(item));
       }
     });
   }
+  // Takes what the later stages have, and completes the file.
   void commit() {
+    if (stages_ && !stages_->is_first()) {
+      if (failure_) stages_->give_up();
+      return;
+    }
+    if (stages_) receive();
     attempt([&] { writer_->commit(); });
   }
   const std::exception_ptr& failure() const { return failure_; }
 
  private:
+  // Also after a failure, for the other stages send all the same.
+  void receive() {
+    try {
+      stages_->receive([&](const StageTensor& tensor, const at::Tensor& values) { write(tensor.name, values); });
+    } catch (...) {
+      if (!failure_) failure_ = std::current_exception();
+    }
+  }
   template <class Action>
   void attempt(const Action& action) {
     if (failure_) return;
@@ -162,7 +189,8 @@ class WeightFile {
   }
 
   std::map<const void*, std::vector<std::string>> names_;  // by identity of what is trained: tied ones have several
-  std::optional<SafetensorsWriter> writer_;
+  std::optional<StageTensors> stages_;                     // with a pipeline
+  std::optional<SafetensorsWriter> writer_;                // where the file is written
   std::exception_ptr failure_;
 };
 
@@ -223,7 +251,7 @@ void write_parameters(const ModelState& state, const FileTensors& tensors, std::
 void write_file(const ModelState& state, const std::string& path, const FileTensors& tensors,
                 const std::optional<StateDict>& from, const char* call) {
   std::optional<WeightFile> file;
-  if (state.ranks.layer_ranks().rank() == 0) file.emplace(path, *state.module, tensors);
+  if (has_file(state)) file.emplace(path, state, tensors);
   if (from) {
     if (file) file->write_given(*from, *state.module);
   } else {
@@ -238,24 +266,32 @@ void write_file(const ModelState& state, const std::string& path, const FileTens
   require_written(state, file ? file->failure() : nullptr, path, call);
 }
 
-// Returns the tensors that the patterns mean, each at least one.
-FileTensors tensors_named(const torch::nn::Module& module, const std::vector<std::string>& patterns) {
+// Returns the tensors that the patterns mean. Each means at least one, of any stage. Collective.
+FileTensors tensors_named(const ModelState& state, const std::vector<std::string>& patterns) {
   FileTensors tensors;
-  for (const std::string& pattern : patterns) {
-    const NamePattern wanted = NamePattern::stars(pattern);
-    bool any = false;
-    for (const auto& item : module.named_parameters()) {
+  std::vector<int64_t> found(patterns.size());  // by pattern, 1 for yes; then of all ranks
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    const NamePattern wanted = NamePattern::stars(patterns[i]);
+    for (const auto& item : state.module->named_parameters()) {
       if (!wanted.matches(item.key())) continue;
       tensors.parameters.insert(trained_tensor(item.value()).unsafeGetTensorImpl());
-      any = true;
+      found[i] = 1;
     }
-    for (const auto& item : module.named_buffers()) {
+    for (const auto& item : state.module->named_buffers()) {
       if (!wanted.matches(item.key())) continue;
       tensors.buffers.insert(item.key());
-      any = true;
+      found[i] = 1;
     }
-    require(any, "save_weights: names: \"", pattern, "\": expected the name of a parameter or buffer, or a pattern of ",
-            "some (\"*\" stands for any text), found none of that name in the model");
+  }
+  if (state.pipeline) {
+    found = comm::numbers_of_ranks(*state.pipeline->ranks, state.ranks.device, found, "names of tensors of the stages");
+  }
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    bool any = false;
+    for (size_t j = i; j < found.size(); j += patterns.size()) any = any || found[j] == 1;
+    require(any, "save_weights: names: \"", patterns[i],
+            "\": expected the name of a parameter or buffer, or a pattern ",
+            "of some (\"*\" stands for any text), found none of that name in the model");
   }
   return tensors;
 }
@@ -287,6 +323,26 @@ std::vector<checkpoint::ModuleTensor> float32_module(const ModelState& state, co
   return tensors;
 }
 
+// Returns, on the first stage, the tensors of all stages; sends it those of a later one. Collective over the first rank
+// of each stage.
+std::vector<checkpoint::ModuleTensor> of_all_stages(const ModelState& state,
+                                                    std::vector<checkpoint::ModuleTensor> tensors) {
+  if (!state.pipeline) return tensors;
+  std::vector<StageTensor> own;
+  for (const auto& one : tensors) {
+    own.push_back({one.name, one.values.scalar_type(), one.values.sizes().vec(), one.is_buffer});
+  }
+  StageTensors stages(state, own);
+  if (stages.is_first()) {
+    stages.receive([&](const StageTensor& one, const at::Tensor& values) {
+      tensors.push_back({one.name, values.to(at::kCPU), one.is_buffer});
+    });
+  } else {
+    for (const auto& one : tensors) stages.send(one.name, one.values);
+  }
+  return tensors;
+}
+
 }  // namespace
 
 void save_model(const ModelState& state, const std::string& path, bool with_frozen,
@@ -295,25 +351,29 @@ void save_model(const ModelState& state, const std::string& path, bool with_froz
 }
 
 void save_chosen(const ModelState& state, const std::string& path, const SaveWeightsOptions& options) {
-  FileTensors tensors = tensors_named(*state.module, options.names);
+  FileTensors tensors = tensors_named(state, options.names);
   for (const zero::Parameter& parameter : state.parameters) {
     if (options.names.empty()) tensors.parameters.insert(FileTensors::identity(parameter));
     if (options.masters) tensors.masters.insert(FileTensors::identity(parameter));
   }
-  require(!tensors.parameters.empty() || !tensors.buffers.empty(), "save_weights: expected trained parameters, found ",
+  const bool own = !tensors.parameters.empty() || !tensors.buffers.empty();
+  const bool any = comm::largest_of_ranks(own ? 1 : 0, state.ranks.device, *state.ranks.world, "tensors to save") == 1;
+  require(any, "save_weights: expected trained parameters, found ",
           "none (the engine has no optimizer); name what is to be written in SaveWeightsOptions::names");
   write_file(state, path, tensors, std::nullopt, "save_weights");
 }
 
 void save_fp32_model(const ModelState& state, const std::string& path) {
-  const bool writes = state.ranks.layer_ranks().rank() == 0;
-  const StateDict masters = whole_masters(state, writes);
+  const StateDict masters = whole_masters(state, has_file(state));
+  const std::vector<std::string> empty_modules = modules_without_tensors(state);
   std::exception_ptr failure;
   try {
-    if (writes) {
-      make_folder_of(path);
-      checkpoint::write_module_file(path, float32_module(state, masters),
-                                    checkpoint::modules_without_tensors(*state.module));
+    if (has_file(state)) {
+      const std::vector<checkpoint::ModuleTensor> tensors = of_all_stages(state, float32_module(state, masters));
+      if (state.pipeline_rank() == 0) {
+        make_folder_of(path);
+        checkpoint::write_module_file(path, tensors, empty_modules);
+      }
     }
   } catch (...) {
     failure = std::current_exception();

@@ -1,11 +1,14 @@
 // Checkpoints of pipelines with a tensor axis: saved in one layout of {pipe, tensor, data}, loaded in another.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/files/safetensors.h"
 #include "tests/pipeline/split_job.h"
 #include "tests/support/grid.h"
 #include "tests/support/scratch_folder.h"
@@ -27,7 +30,7 @@ SplitJob job_of(Axes axes, int stage, bool tied) {
 }
 
 double train_step(engine::Engine& engine, int64_t step) {
-  int64_t next = step * kMicroBatches;
+  int64_t next = step * kBatchesOfAStep;
   return engine.train_batch([&] { return text_of(next++, engine.communicator().rank()); }).item<double>();
 }
 
@@ -66,6 +69,44 @@ TEST(PipelineTensorCheckpoint, GoesOnInAnyOtherLayout) {
     });
     ASSERT_EQ(losses.size(), wanted.at(tied).size());
     for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], wanted.at(tied)[i], 5e-6) << "step " << i;
+  }
+}
+
+TEST(PipelineTensorCheckpoint, FilesOfWeightsHaveAllStages) {
+  for (const int stage : {1, 3}) {
+    for (const bool tied : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
+      const test::ScratchFolder folder;
+      SplitJob job = job_of({.pipe = 2, .tensor = 2}, stage, tied);
+      job.more = {{"zero_optimization", {{"stage3_gather_16bit_weights_on_model_save", true}}}};
+      run_split(job, [&](engine::Engine& engine, comm::Communicator&) {
+        engine.save_16bit_model(folder.path().string(), "model.safetensors");
+        engine.save_weights((folder.path() / "some.safetensors").string(), {.names = {"h.*.wide.*"}});
+        EXPECT_THAT([&] { engine.save_weights((folder.path() / "none").string(), {.names = {"nobody.*"}}); },
+                    testing::ThrowsMessage<UsageError>(testing::HasSubstr("nobody")));
+        engine.save_fp32_model(folder.path().string(), "model.pt");
+      });
+      const auto whole = job.make();
+      whole->build({});
+      const SafetensorsFile model((folder.path() / "model.safetensors").string());
+      const SafetensorsFile some((folder.path() / "some.safetensors").string());
+      const auto plain = job.make();
+      plain->build({});
+      for (const at::Tensor& parameter : plain->parameters()) parameter.data().zero_();
+      std::shared_ptr<torch::nn::Module> loaded = plain;
+      torch::load(loaded, (folder.path() / "model.pt").string());
+      const auto read = plain->named_parameters();
+      size_t chosen = 0;
+      for (const auto& item : whole->named_parameters()) {
+        EXPECT_TRUE(model.tensor(item.key()).equal(item.value())) << item.key();
+        EXPECT_TRUE(read[item.key()].equal(item.value())) << item.key();
+        if (item.key().find(".wide.") == std::string::npos) continue;
+        ++chosen;
+        EXPECT_TRUE(some.tensor(item.key()).equal(item.value())) << item.key();
+      }
+      EXPECT_EQ(model.entries().size(), whole->named_parameters().size());
+      EXPECT_EQ(some.entries().size(), chosen);
+    }
   }
 }
 

@@ -24,11 +24,11 @@ Curve plainly(const SplitJob& job) {
   for (int64_t step = 0; step < job.steps; ++step) {
     optimizer.zero_grad();
     double sum = 0;
-    for (int64_t micro = step * kMicroBatches; micro < (step + 1) * kMicroBatches; ++micro) {
+    for (int64_t micro = step * kBatchesOfAStep; micro < (step + 1) * kBatchesOfAStep; ++micro) {
       for (int rank = 0; rank < job.data; ++rank) {
         const MicroBatch batch = text_of(micro, rank);
         const at::Tensor loss =
-            cross_entropy(module->forward(batch.inputs[0]), batch.labels[0]) / (kMicroBatches * job.data);
+            cross_entropy(module->forward(batch.inputs[0]), batch.labels[0]) / (kBatchesOfAStep * job.data);
         loss.backward();
         sum += loss.item<double>();
       }
@@ -50,7 +50,7 @@ Curve train_split(const SplitJob& job) {
     EXPECT_EQ(engine.pipe_parallel_size(), job.pipe);
     std::vector<double>& own = losses[static_cast<size_t>(world.rank())];
     for (int64_t step = 0; step < job.steps; ++step) {
-      int64_t next = step * kMicroBatches;
+      int64_t next = step * kBatchesOfAStep;
       own.push_back(engine.train_batch([&] { return text_of(next++, engine.communicator().rank()); }).item<double>());
       if (world.rank() == 0) curve.norms.push_back(engine.get_global_grad_norm().value_or(-1));
     }

@@ -85,7 +85,7 @@ inline MicroBatch text_of(int64_t micro_batch, int data_rank) {
   return {.inputs = {tokens}, .labels = {(tokens * 5 + 2).remainder(kVocabulary)}};
 }
 
-constexpr int kMicroBatches = 4;
+constexpr int kBatchesOfAStep = 4;
 
 struct SplitJob {
   int pipe = 2;
@@ -104,7 +104,7 @@ struct SplitJob {
   int world() const { return pipe * tensor * data; }
   nlohmann::json config() const {
     nlohmann::json result = {{"train_micro_batch_size_per_gpu", 2},
-                             {"gradient_accumulation_steps", kMicroBatches},
+                             {"gradient_accumulation_steps", kBatchesOfAStep},
                              {"gradient_clipping", 0.5},
                              {"log_level", "error"},
                              {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 2e-3}, {"weight_decay", 0.01}}}}},
