@@ -6,12 +6,13 @@
 #include <optional>
 #include <set>
 
-#include "checkpoint/deepspeed/layout.h"
+#include "checkpoint/deepspeed/joined_layout.h"
 #include "checkpoint/deepspeed/saved_checkpoint.h"
 #include "checkpoint/deepspeed/saved_optimizer.h"
 #include "checkpoint/source/training_state.h"
 #include "core/ascii.h"
 #include "core/check.h"
+#include "core/log.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -108,15 +109,16 @@ std::string precision_name(at::ScalarType dtype) {
   }
 }
 
-// The dtype of the module's first trained parameter that is no buffer.
-std::string precision_of(const PickleField& model) {
+// The dtype of the module's first trained parameter that is no buffer. `module`: the module's state dict, of a
+// pipeline that of its first layer.
+std::string precision_of(const PickleField& model, const PickleField& module) {
   std::set<std::string> others;
   const PickleField buffers = model.at("buffer_names");
   for (size_t i = 0; i < buffers.size(); ++i) others.insert(buffers.item(i).text());
   if (const auto frozen = model.find("frozen_param_shapes")) {
     for (const auto& [name, sizes] : frozen->entries()) others.insert(name);
   }
-  for (const auto& [name, field] : model.at("module").entries()) {
+  for (const auto& [name, field] : module.entries()) {
     if (others.contains(name) || !field.is(PickleKind::kTensor)) continue;
     const std::string precision = precision_name(field.tensor().dtype);
     if (!precision.empty()) return precision;
@@ -259,7 +261,9 @@ std::optional<optimizers::PlateauState> plateau_of(const PickleField& schedule) 
 // Returns the counters and settings of a checkpoint. micro_steps, which DeepSpeed does not write, follows from
 // global_steps. `config` and `client_state` hold what is plain JSON; client_state has the keys that are none of
 // DeepSpeed's own. Throws IoError for missing or wrong values and for an optimizer other than Adam and AdamW.
-TrainingState saved_state(const SavedCheckpoint& saved) {
+//
+// `saved`: the first model-parallel rank, which has what all of them have alike.
+TrainingState saved_state(const SavedCheckpoint& saved, const PickleField& module) {
   const PickleField model = saved.model();
   TrainingState state;
   state.config = config_of(model);
@@ -274,8 +278,13 @@ TrainingState saved_state(const SavedCheckpoint& saved) {
   }
   state.micro_steps = counted(state.global_steps, accumulation_steps(state.config, saved.ranks), model);
   state.zero_stage = saved.stage;
-  state.precision = precision_of(model);
-  if (saved.has_optimizer()) state.optimizer = optimizer_of(saved, state.config);
+  state.precision = precision_of(model, module);
+  if (saved.has_optimizer() && (saved.stage > 0 || saved.module())) {
+    state.optimizer = optimizer_of(saved, state.config);
+  } else if (saved.has_optimizer()) {
+    log::warning(model.where(), ": the optimizer's states are not read: a pipeline without ZeRO has them without the ",
+                 "names of parameters; DeepSpeed writes these with zero_optimization.stage 1");
+  }
   if (state.precision == "float16") state.loss_scaler = loss_scaler_of(saved);
   if (const auto schedule = model.find("lr_scheduler"); schedule && schedule->is(PickleKind::kDict)) {
     if (const auto iteration = schedule->find("last_batch_iteration")) state.lr_iteration = iteration->integer();
@@ -287,30 +296,72 @@ TrainingState saved_state(const SavedCheckpoint& saved) {
 class DeepspeedSource : public Source {
  public:
   explicit DeepspeedSource(const std::string& folder) : folder_(folder) {
-    SavedCheckpoint saved = open_saved_checkpoint(folder);
-    state_ = saved_state(saved);
-    layout_ = lay_out(saved);
-    for (const auto& archives : {saved.models, saved.optims}) {
-      for (const std::shared_ptr<TorchArchive>& archive : archives) archive->forget();
+    const SavedFolder files = find_saved_files(folder);
+    std::vector<SavedCheckpoint> saved;
+    for (const SavedFiles& of_rank : files.model_ranks) {
+      saved.push_back(open_saved_checkpoint(of_rank, static_cast<int64_t>(files.model_ranks.size())));
+    }
+    read_state(files, saved);
+    layout_.emplace(files, saved);
+    for (const SavedCheckpoint& one : saved) {
+      for (const auto& archives : {one.models, one.optims}) {
+        for (const std::shared_ptr<TorchArchive>& archive : archives) archive->forget();
+      }
     }
   }
 
   const std::string& location() const override { return folder_; }
   const TrainingState& state() const override { return state_; }
-  const std::map<std::string, TensorInfo>& tensors() const override { return layout_.tensors.tensors(); }
-  const std::map<std::string, std::string>& aliases() const override { return layout_.aliases; }
+  const std::map<std::string, TensorInfo>& tensors() const override { return layout_->tensors(); }
+  const std::map<std::string, std::string>& aliases() const override { return layout_->aliases(); }
 
   void read(const std::string& path, int64_t offset, const at::Tensor& destination) override {
     const int64_t numel = info(path).numel();
     require<IoError>(offset >= 0 && destination.numel() <= numel - offset, folder_, ": tensor \"", path,
                      "\": elements from ", offset, " to ", offset + destination.numel(), " asked for, it has ", numel);
-    layout_.tensors.read(path, offset, destination);
+    layout_->read(path, offset, destination);
   }
 
  private:
+  // A pipeline's layers have files of their own, the module of other models is in those of its ranks.
+  void read_state(const SavedFolder& files, const std::vector<SavedCheckpoint>& saved) {
+    const bool pipeline = !files.layers.empty();
+    for (const SavedCheckpoint& one : saved) {
+      const PickleField model = one.model();
+      if (pipeline && one.module()) {
+        throw IoError(cat(files.layers.begin()->second[0], ": of a pipeline, beside ", model.where(),
+                          ", which has a whole module; the folder holds more than one checkpoint"));
+      }
+      if (!pipeline && !one.module()) {
+        model.fail("has no module, and the folder no layer_LL-model_states.pt of a pipeline's layers");
+      }
+      for (const char* key : {"global_steps", "skipped_steps", "dp_world_size"}) {
+        if (count_of(model, key) != count_of(saved[0].model(), key)) {
+          model.at(key).fail(cat("expected ", count_of(saved[0].model(), key), ", that of ", saved[0].model().where(),
+                                 ", found ", count_of(model, key), "; a file is left from another save"));
+        }
+      }
+      if (one.stage != saved[0].stage) model.fail("of another ZeRO stage than the other model-parallel ranks");
+    }
+    const auto layer = pipeline ? std::make_unique<TorchArchive>(files.layers.begin()->second[0]) : nullptr;
+    state_ = saved_state(saved[0], layer ? PickleField(layer->root(), layer->path()) : *saved[0].module());
+    const auto model_ranks = static_cast<int>(saved.size());
+    for (const SavedCheckpoint& one : saved) {
+      if (!state_.optimizer || one.stage == 0) break;
+      const int64_t steps = SavedSteps(one).count();
+      if (steps != state_.optimizer->step_count) {
+        one.model().fail(cat("its optimizer has ", steps, " updates, that of the first model-parallel rank ",
+                             state_.optimizer->step_count));
+      }
+    }
+    state_.tensor_ranks = pipeline ? files.layer_ranks() : model_ranks;
+    state_.pipeline_stages = model_ranks / state_.tensor_ranks;
+    state_.world_size *= model_ranks;
+  }
+
   std::string folder_;
   TrainingState state_;
-  SavedLayout layout_;
+  std::optional<JoinedLayout> layout_;
 };
 
 }  // namespace

@@ -1,17 +1,20 @@
 #include "checkpoint/deepspeed/layout.h"
 
+#include <optional>
+
 #include "core/check.h"
 
 namespace ds::checkpoint {
 namespace {
 
 void lay_out_buffers(const SavedCheckpoint& saved, SavedLayout& layout) {
-  const PickleField module = saved.model().at("module");
+  const std::optional<PickleField> module = saved.module();
+  if (!module) return;
   const PickleField names = saved.model().at("buffer_names");
   for (size_t i = 0; i < names.size(); ++i) {
     const std::string& name = names.item(i).text();
-    layout.tensors.define_whole(module.where(), buffer_path(name),
-                                layout.tensors.add(saved.models[0], module.at(name).tensor()));
+    layout.tensors.define_whole(module->where(), buffer_path(name),
+                                layout.tensors.add(saved.models[0], module->at(name).tensor()));
   }
 }
 
@@ -20,6 +23,7 @@ void lay_out_buffers(const SavedCheckpoint& saved, SavedLayout& layout) {
 SavedLayout lay_out(const SavedCheckpoint& saved) {
   SavedLayout layout;
   lay_out_buffers(saved, layout);
+  if (saved.stage == 0 && !saved.module()) return layout;
   if (saved.stage > 0) {
     lay_out_partitioned(saved, layout);
   } else {

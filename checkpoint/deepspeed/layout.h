@@ -23,8 +23,9 @@ struct SavedLayout {
   std::map<std::string, std::string> aliases;  // further name -> name
 };
 
-// Finds the tensors of a checkpoint in its files. Throws IoError naming the file, for sizes that do not add up and for
-// what cannot be told from the files.
+// Finds the tensors of a model-parallel rank in its files; of a pipeline's rank what it trains with ZeRO, by the names
+// that DeepSpeed has for it, and without ZeRO nothing. Throws IoError naming the file, for sizes that do not add up and
+// for what cannot be told from the files.
 SavedLayout lay_out(const SavedCheckpoint& saved);
 
 // The two halves of lay_out(): checkpoints of ZeRO stages 1 to 3, and of stage 0.

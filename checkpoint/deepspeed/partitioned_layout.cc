@@ -259,7 +259,8 @@ class PartitionedLayout {
     for (const auto& [name, target] : shared->entries()) {
       if (!layout_.tensors.tensors().contains(weight_path(target.text()))) {
         // A frozen parameter of stage 1 comes with the rest.
-        define_from_module(target.text(), saved_.model().at("module").at(target.text()));
+        if (!saved_.module()) continue;
+        define_from_module(target.text(), saved_.module()->at(target.text()));
       }
       layout_.aliases[name] = target.text();
     }
@@ -267,7 +268,9 @@ class PartitionedLayout {
 
   // Stage 1 writes frozen parameters only in the module.
   void lay_out_rest() {
-    for (const auto& [name, field] : saved_.model().at("module").entries()) {
+    const std::optional<PickleField> module = saved_.module();
+    if (!module) return;  // the layers of a pipeline have files of their own
+    for (const auto& [name, field] : module->entries()) {
       const auto& known = layout_.tensors.tensors();
       if (known.contains(weight_path(name)) || known.contains(buffer_path(name)) || layout_.aliases.contains(name)) {
         continue;

@@ -15,12 +15,18 @@ std::vector<std::shared_ptr<TorchArchive>> opened(const std::vector<std::string>
   return archives;
 }
 
-void refuse_parts_of_models(const PickleField& model) {
+void check_parts_of_models(const PickleField& model, int64_t model_ranks) {
   const int64_t parts = model.find("mp_world_size") ? model.at("mp_world_size").integer() : 1;
-  if (parts != 1) model.fail(cat("written by ", parts, " model-parallel ranks; only checkpoints of one can be read"));
+  if (parts != model_ranks) {
+    model.fail(cat("written by ", parts, " ranks of pipeline and model parallelism, the folder has files of ",
+                   model_ranks, " (mp_rank_MM); a rank's file is missing, or it holds more than one checkpoint"));
+  }
+  // Degrees of other kinds (experts, sequences) divide what is not told by the names of files.
   if (const auto degrees = model.find("checkpoint_parallel_dimensions")) {
     for (const auto& [name, degree] : degrees->entries()) {
-      if (degree.is(PickleKind::kInt) && degree.integer() != 1)
+      const bool known = name.starts_with("pipeline") || name.starts_with("tensor") || name.starts_with("pp") ||
+                         name.starts_with("tp");
+      if (!known && degree.is(PickleKind::kInt) && degree.integer() != 1)
         degree.fail("only checkpoints with a degree of 1 can be read");
     }
   }
@@ -95,8 +101,9 @@ PickleField SavedCheckpoint::torch_optimizer(size_t rank) const {
   return optimizer.find("optimizer_state_dict").value_or(optimizer);
 }
 
-SavedCheckpoint open_saved_checkpoint(const std::string& folder) {
-  SavedCheckpoint saved{.files = find_saved_files(folder), .models = {}, .optims = {}};
+SavedCheckpoint open_saved_checkpoint(const SavedFiles& files, int64_t model_ranks) {
+  const std::string& folder = files.folder;
+  SavedCheckpoint saved{.files = files, .models = {}, .optims = {}};
   saved.models = opened(saved.files.model_states);
   saved.optims = opened(saved.files.optim_states);
   const PickleField model = saved.model();
@@ -104,7 +111,7 @@ SavedCheckpoint open_saved_checkpoint(const std::string& folder) {
   if (saved.ranks < 1 || saved.ranks > kMostRanks) {
     model.at("dp_world_size").fail(cat("expected a number of ranks, found ", saved.ranks));
   }
-  refuse_parts_of_models(model);
+  check_parts_of_models(model, model_ranks);
   const bool zero = model.find("param_shapes").has_value();
   const auto expected = [&](const std::vector<std::string>& paths, int64_t count, const char* kind) {
     require<IoError>(static_cast<int64_t>(paths.size()) == count, folder, ": ", paths.size(), " ", kind,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 
 namespace ds::checkpoint {
 
+// Those of one model-parallel rank.
 struct SavedCheckpoint {
   SavedFiles files;
   std::vector<std::shared_ptr<TorchArchive>> models;  // the opened files.model_states, by rank
@@ -27,9 +29,12 @@ struct SavedCheckpoint {
   // parameters.
   PickleField torch_optimizer(size_t rank = 0) const;
   bool has_optimizer() const;
+  // Returns the module's state dict; nothing where the files of a pipeline's layers have it.
+  std::optional<PickleField> module() const { return model().find("module"); }
 };
 
-// Throws IoError naming a file that is missing, damaged, left from another save, or of a kind that cannot be read.
-SavedCheckpoint open_saved_checkpoint(const std::string& folder);
+// Opens the files of one model-parallel rank of `model_ranks`. Throws IoError naming a file that is missing, damaged,
+// left from another save, or of a kind that cannot be read.
+SavedCheckpoint open_saved_checkpoint(const SavedFiles& files, int64_t model_ranks);
 
 }  // namespace ds::checkpoint

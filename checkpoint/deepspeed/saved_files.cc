@@ -80,42 +80,97 @@ std::vector<std::string> in_order(const std::string& folder, const std::map<int,
   return paths;
 }
 
-void refuse_model_parts(const std::string& path, const std::string& name, const std::string& model_rank) {
+void require_known(const std::string& path, const std::string& name, bool known) {
   require<IoError>(name.find("expert_") == std::string::npos && !name.starts_with("expp_"), path,
                    ": of a model with experts; only checkpoints without experts can be read");
-  require<IoError>(!name.starts_with("layer_"), path,
-                   ": of a pipeline; only checkpoints of one pipeline stage can be read");
-  require<IoError>(!model_rank.empty(), path,
-                   ": not a file name of DeepSpeed's ZeRO checkpoints, which are "
-                   "[zero_pp_rank_R_]mp_rank_00_model_states.pt and [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt");
-  require<IoError>(std::stoi(model_rank) == 0, path,
-                   ": of a model-parallel rank; only checkpoints with one (mp_rank_00) can be read");
+  require<IoError>(known, path,
+                   ": not a file name of DeepSpeed's checkpoints, which are layer_LL[-model_MM]-model_states.pt, "
+                   "[zero_pp_rank_R_]mp_rank_MM_model_states.pt and "
+                   "[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt");
+}
+
+// layer_LL[-model_MM]-model_states.pt
+struct LayerFileName {
+  int layer = 0;
+  int model_rank = 0;
+};
+
+std::optional<LayerFileName> parsed_layer(std::string_view text) {
+  if (!take_word(text, "layer_")) return std::nullopt;
+  const std::string layer = take_digits(text);
+  std::string model_rank = "0";
+  if (!text.starts_with("-model_states") && take_word(text, "-model_")) model_rank = take_digits(text);
+  if (layer.empty() || model_rank.empty() || text != "-model_states.pt") return std::nullopt;
+  return LayerFileName{.layer = std::stoi(layer), .model_rank = std::stoi(model_rank)};
+}
+
+// The files of one model-parallel rank, as they are found.
+struct FilesOfRank {
+  std::map<int, std::string> whole, parts, optim;  // by data-parallel rank
+
+  SavedFiles files(const std::string& folder, int model_rank) const {
+    require<IoError>(whole.empty() || parts.empty(), folder, ": both ", whole.empty() ? "" : whole.begin()->second,
+                     " and files of a partitioned model; the folder holds more than one checkpoint");
+    SavedFiles files{.folder = folder, .model_states = {}, .optim_states = {}, .partitioned_model = !parts.empty()};
+    files.model_states = in_order(folder, parts.empty() ? whole : parts, "model_states.pt");
+    files.optim_states = in_order(folder, optim, "optim_states.pt");
+    const std::string number = cat(model_rank < 10 ? "0" : "", model_rank);
+    require<IoError>(!files.model_states.empty(), folder, ": no mp_rank_", number, "_model_states.pt and no ",
+                     "zero_pp_rank_0_mp_rank_", number, "_model_states.pt");
+    return files;
+  }
+};
+
+// Every layer that has a file has one of each model-parallel rank.
+std::map<int, std::vector<std::string>> layers_in_order(const std::string& folder,
+                                                        const std::map<int, std::map<int, std::string>>& layers) {
+  std::map<int, std::vector<std::string>> result;
+  for (const auto& [layer, by_rank] : layers) {
+    result[layer] = in_order(folder, by_rank, cat("layer_", layer).c_str());
+    require<IoError>(result[layer].size() == result.begin()->second.size(), folder, ": layer ", layer, " has files of ",
+                     result[layer].size(), " model-parallel ranks, layer ", result.begin()->first, " of ",
+                     result.begin()->second.size(), "; every rank's file is needed");
+  }
+  return result;
 }
 
 }  // namespace
 
 bool holds_deepspeed_files(const std::string& folder) { return !state_files_in(folder).empty(); }
 
-SavedFiles find_saved_files(const std::string& folder) {
-  std::map<int, std::string> whole, parts, optim;
-  for (const std::string& name : state_files_in(folder)) {
-    const std::string path = cat(folder, "/", name);
-    const std::optional<StateFileName> words = parsed(name);
-    refuse_model_parts(path, name, words ? words->model_rank : std::string());
-    const int rank = words->rank.empty() ? 0 : std::stoi(words->rank);
-    std::map<int, std::string>& kind = words->optim ? optim : words->rank.empty() ? whole : parts;
-    const auto [entry, added] = kind.emplace(rank, name);
-    require<IoError>(added, path, ": a second file of rank ", rank, " beside ", entry->second,
+SavedFolder find_saved_files(const std::string& folder) {
+  std::map<int, FilesOfRank> ranks;
+  std::map<int, std::map<int, std::string>> layers;
+  const auto add = [&folder](std::map<int, std::string>& by_rank, int rank, const std::string& name) {
+    const auto [entry, added] = by_rank.emplace(rank, name);
+    require<IoError>(added, folder, "/", name, ": a second file of rank ", rank, " beside ", entry->second,
                      "; the folder holds more than one checkpoint");
+  };
+  for (const std::string& name : state_files_in(folder)) {
+    const std::optional<LayerFileName> layer = parsed_layer(name);
+    const std::optional<StateFileName> words = layer ? std::nullopt : parsed(name);
+    require_known(cat(folder, "/", name), name, layer || words);
+    if (layer) {
+      add(layers[layer->layer], layer->model_rank, name);
+      continue;
+    }
+    FilesOfRank& own = ranks[std::stoi(words->model_rank)];
+    add(words->optim          ? own.optim
+        : words->rank.empty() ? own.whole
+                              : own.parts,
+        words->rank.empty() ? 0 : std::stoi(words->rank), name);
   }
-  require<IoError>(whole.empty() || parts.empty(), folder, ": both ", whole.empty() ? "" : whole.begin()->second,
-                   " and files of a partitioned model; the folder holds more than one checkpoint");
-  SavedFiles files{.folder = folder, .model_states = {}, .optim_states = {}, .partitioned_model = !parts.empty()};
-  files.model_states = in_order(folder, parts.empty() ? whole : parts, "model_states.pt");
-  files.optim_states = in_order(folder, optim, "optim_states.pt");
-  require<IoError>(!files.model_states.empty(), folder,
-                   ": no mp_rank_00_model_states.pt and no zero_pp_rank_0_mp_rank_00_model_states.pt");
-  return files;
+  if (ranks.empty()) ranks[0];
+  SavedFolder result{.model_ranks = {}, .layers = layers_in_order(folder, layers)};
+  for (const auto& [rank, own] : ranks) {
+    require<IoError>(rank == static_cast<int>(result.model_ranks.size()), folder, ": no file of mp_rank ",
+                     result.model_ranks.size(), ", but of mp_rank ", rank, "; every rank's file is needed");
+    result.model_ranks.push_back(own.files(folder, rank));
+  }
+  require<IoError>(result.model_ranks.size() % static_cast<size_t>(result.layer_ranks()) == 0, folder, ": files of ",
+                   result.model_ranks.size(), " numbers mp_rank_MM, expected a multiple of the ", result.layer_ranks(),
+                   " model-parallel ranks that its layers have files of");
+  return result;
 }
 
 }  // namespace ds::checkpoint

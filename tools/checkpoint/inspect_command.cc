@@ -101,6 +101,7 @@ std::vector<std::vector<std::string>> state_rows(const TrainingState& state) {
                                                 {"world size", cat(state.world_size)},
                                                 {"ZeRO stage", cat(state.zero_stage)},
                                                 {"precision", state.precision.empty() ? "unknown" : state.precision}};
+  if (state.pipeline_stages > 1) rows.push_back({"pipeline stages", cat(state.pipeline_stages)});
   if (state.tensor_ranks > 1) rows.push_back({"tensor ranks", cat(state.tensor_ranks)});
   if (state.optimizer) {
     const OptimizerState& optimizer = *state.optimizer;

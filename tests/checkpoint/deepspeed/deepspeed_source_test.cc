@@ -21,6 +21,7 @@
 namespace ds::checkpoint {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 namespace fs = std::filesystem;
 
@@ -211,10 +212,13 @@ TEST_F(DamagedFolder, NamesWhatItDoesNotRead) {
     fs::copy_file(tag / "mp_rank_00_model_states.pt", tag / name);
     return error_of(tag);
   };
-  EXPECT_THAT(with("layer_01-model_states.pt"), HasSubstr("layer_01-model_states.pt: of a pipeline"));
+  EXPECT_THAT(with("layer_01-model_states.pt"), HasSubstr("layer_01-model_states.pt: of a pipeline, beside "));
+  EXPECT_THAT(with("layer_01-model_1x-model_states.pt"), HasSubstr("not a file name of DeepSpeed's"));
   EXPECT_THAT(with("layer_0_expert_3_mp_rank_00_model_states.pt"), HasSubstr("with experts"));
   EXPECT_THAT(with("expp_rank_0_mp_rank_00_optim_states.pt"), HasSubstr("with experts"));
-  EXPECT_THAT(with("mp_rank_01_model_states.pt"), HasSubstr("mp_rank_01_model_states.pt: of a model-parallel rank"));
+  EXPECT_THAT(with("mp_rank_01_model_states.pt"),
+              HasSubstr("written by 1 ranks of pipeline and model parallelism, the folder has files of 2"));
+  EXPECT_THAT(with("mp_rank_02_model_states.pt"), HasSubstr("no file of mp_rank 1, but of mp_rank 2"));
   EXPECT_THAT(with("other_model_states.pt"), HasSubstr("not a file name of DeepSpeed's"));
 }
 
@@ -252,6 +256,87 @@ TEST_F(DamagedFolder, SurvivesTruncatedAndFlippedFiles) {
       }
     }
   }
+}
+
+// --- pipelines and model-parallel ranks (tests/checkpoint/deepspeed_3d_fixtures.py) ----------------------------------
+
+TEST(DeepspeedPipeline, JoinsStagesAndModelParallelRanks) {
+  const std::unique_ptr<Source> source = open(saved("pipe2_model2"));
+  const SafetensorsFile wanted((kFixtures / "pipe2_model2" / "expected.safetensors").string());
+  std::set<std::string> names, found;
+  for (const SafetensorsFile::Entry& entry : wanted.entries()) names.insert(entry.name);
+  for (const auto& [path, info] : source->tensors()) found.insert(path);
+  ASSERT_EQ(found, names);
+  for (const std::string& path : names) {
+    const at::Tensor whole = wanted.tensor(path);
+    EXPECT_TRUE(at::equal(source->tensor(path), whole)) << path;
+    const at::Tensor flat = whole.reshape({-1});
+    for (int64_t begin = 0; begin < flat.numel(); begin += 5) {
+      for (const int64_t numel : {int64_t{1}, int64_t{11}, flat.numel() - begin}) {
+        if (begin + numel > flat.numel()) continue;
+        const at::Tensor part = at::empty({numel}, flat.options());
+        source->read(path, begin, part);
+        EXPECT_TRUE(at::equal(part, flat.narrow(0, begin, numel))) << path << " " << begin << " " << numel;
+      }
+    }
+    EXPECT_FALSE(source->info(path).frozen) << path;
+  }
+}
+
+TEST(DeepspeedPipeline, StateIsThatOfTheJob) {
+  const std::unique_ptr<Source> source = open(saved("pipe2_model2"));
+  const TrainingState& state = source->state();
+  const nlohmann::json expected = expected_json("pipe2_model2");
+  EXPECT_EQ(state.global_steps, expected["global_steps"]);
+  EXPECT_EQ(state.global_samples, expected["global_samples"]);
+  EXPECT_EQ(state.world_size, 8);
+  EXPECT_EQ(state.pipeline_stages, 2);
+  EXPECT_EQ(state.tensor_ranks, 2);
+  EXPECT_EQ(state.zero_stage, 1);
+  EXPECT_EQ(state.precision, "float32");
+  ASSERT_TRUE(state.optimizer);
+  EXPECT_EQ(state.optimizer->type, "AdamW");
+  EXPECT_EQ(state.optimizer->step_count, 3);
+  EXPECT_EQ(state.client_state, nlohmann::json::parse(R"({"note": "own"})"));
+}
+
+TEST_F(DamagedFolder, NamesFileAndLayerOfAPipeline) {
+  fs::path tag = copy_of("pipe2_model2");
+  fs::remove(tag / "layer_02-model_01-model_states.pt");
+  EXPECT_THAT(error_of(tag), HasSubstr("layer 2 has files of 1 model-parallel ranks, layer 0 of 2"));
+  tag = copy_of("pipe2_model2");
+  for (const char* rank : {"00", "01"}) fs::remove(tag / cat("layer_02-model_", rank, "-model_states.pt"));
+  EXPECT_THAT(error_of(tag), HasSubstr("no file of layer 2 (layer_02[-model_MM]-model_states.pt)"));
+  tag = copy_of("pipe2_model2");
+  fs::copy_file(tag / "layer_02-model_00-model_states.pt", tag / "layer_03-model_00-model_states.pt",
+                fs::copy_options::overwrite_existing);
+  EXPECT_THAT(error_of(tag), AllOf(HasSubstr("layer_03-model_00-model_states.pt"),
+                                   HasSubstr("layer 3: \"3.weight\" has the shape [8, 6]"), HasSubstr("[6, 4]")));
+  tag = copy_of("pipe2_model2");
+  fs::remove(tag / "mp_rank_03_model_states.pt");
+  EXPECT_THAT(error_of(tag), HasSubstr("no mp_rank_03_model_states.pt"));
+  tag = copy_of("pipe2_model2");
+  for (const auto& entry : fs::directory_iterator(tag)) {
+    if (entry.path().filename().string().starts_with("layer_")) fs::remove(entry.path());
+  }
+  EXPECT_THAT(error_of(tag), HasSubstr("no layer_LL-model_states.pt of a pipeline's layers"));
+}
+
+TEST_F(DamagedFolder, AsksHowPartsAreJoined) {
+  const fs::path tag = copy_of("pipe2_model2");
+  const fs::path file = tag / "mp_rank_00_model_states.pt";
+  std::string whole(fs::file_size(file), '\0');
+  std::ifstream(file, std::ios::binary).read(whole.data(), static_cast<std::streamsize>(whole.size()));
+  // The key, and the checksum of the pickle, which zeros leave out.
+  const size_t key = whole.find("universal_checkpoint_info");
+  const size_t directory = whole.find("PK\x01\x02");
+  ASSERT_TRUE(key != std::string::npos && directory != std::string::npos);
+  whole.replace(key, 9, "anotherXX");
+  whole.replace(directory + 16, 4, 4, '\0');
+  std::ofstream(file, std::ios::binary) << whole;
+  EXPECT_THAT(error_of(tag),
+              AllOf(HasSubstr("mp_rank_00_model_states.pt: \"optimizer/exp_avg/2.bias\": parts of shape [8] on 2"),
+                    HasSubstr("universal_checkpoint_info")));
 }
 
 // --- what a folder is ------------------------------------------------------------------------------------------------
