@@ -157,7 +157,7 @@ std::vector<ReplicaWatch::Comparison> comparisons_of(const ModelState& state) {
     for (const TiedWeights& tied : state.pipeline->tied) {
       if (!tied.ranks) continue;
       Numbered copies(device);
-      copies.add(cat("tied weight ", tied.name), zero::device_checksum_of(tied.parameters.front()));
+      copies.add(cat("tied weight ", tied.name), zero::device_checksum_of(trained_tensor(tied.parameters.front())));
       copies.end(tied.ranks.get(), "stages of a pipeline", all);
     }
   }
