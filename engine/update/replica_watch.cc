@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "layers/batch_norm/converted_layers.h"
+#include "model/state/tensor_parts.h"
 #include "zero/partition.h"
 #include "zero/value_digest.h"
 
