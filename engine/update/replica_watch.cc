@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "layers/batch_norm/converted_layers.h"
+#include "model/state/tensor_parts.h"
 #include "zero/partition.h"
 #include "zero/value_digest.h"
 
@@ -157,7 +158,7 @@ std::vector<ReplicaWatch::Comparison> comparisons_of(const ModelState& state) {
     for (const TiedWeights& tied : state.pipeline->tied) {
       if (!tied.ranks) continue;
       Numbered copies(device);
-      copies.add(cat("tied weight ", tied.name), zero::device_checksum_of(tied.parameters.front()));
+      copies.add(cat("tied weight ", tied.name), zero::device_checksum_of(trained_tensor(tied.parameters.front())));
       copies.end(tied.ranks.get(), "stages of a pipeline", all);
     }
   }
