@@ -9,6 +9,8 @@
 #include "checkpoint/block_checksum.h"
 #include "comm/agreement.h"
 #include "comm/job/error_stacks.h"
+#include "comm/meeting/host_identity.h"
+#include "comm/mesh_hosts.h"
 #include "config/plan/plan_choices.h"
 #include "core/check.h"
 #include "core/files/joined_file.h"
@@ -274,6 +276,15 @@ void require_exported_dtypes(const torch::nn::Module& model, const config::DsCon
   }
 }
 
+// Names the first ranks of a tensor axis that are on different hosts; empty: each axis lies inside a host. Collective.
+std::string tensor_crossing(const Ranks& ranks) {
+  if (!ranks.tensor || ranks.tensor_inside_host) return {};
+  const int tensor = ranks.tensor->size();
+  const auto names = comm::texts_of_ranks(comm::host_name(), ranks.device, *ranks.world, "names of hosts");
+  const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
+  return comm::crossing_text({.sizes = {ranks.world->size() / tensor, tensor}}, 1, hosts, names);
+}
+
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
                  StartFiles& files) {
@@ -282,6 +293,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
+  facts.tensor_leaves_host = tensor_crossing(model.ranks);
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
