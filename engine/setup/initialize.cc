@@ -9,8 +9,6 @@
 #include "checkpoint/block_checksum.h"
 #include "comm/agreement.h"
 #include "comm/job/error_stacks.h"
-#include "comm/meeting/host_identity.h"
-#include "comm/mesh_hosts.h"
 #include "config/plan/plan_choices.h"
 #include "core/check.h"
 #include "core/files/joined_file.h"
@@ -274,15 +272,6 @@ void require_exported_dtypes(const torch::nn::Module& model, const config::DsCon
     if (config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
     if (config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
   }
-}
-
-// Names the first ranks of a tensor axis that are on different hosts; empty: each axis lies inside a host. Collective.
-std::string tensor_crossing(const Ranks& ranks) {
-  if (!ranks.tensor || ranks.tensor_inside_host) return {};
-  const int tensor = ranks.tensor->size();
-  const auto names = comm::texts_of_ranks(comm::host_name(), ranks.device, *ranks.world, "names of hosts");
-  const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
-  return comm::crossing_text({.sizes = {ranks.world->size() / tensor, tensor}}, 1, hosts, names);
 }
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
