@@ -10,8 +10,8 @@
 #include "config/parse_steps.h"
 #include "config/supported.h"
 #include "core/check.h"
-#include "core/text.h"
 #include "core/json/json_fields.h"
+#include "core/text.h"
 #include "pipeline/schedule/schedule_file.h"
 
 namespace ds::engine::config {
