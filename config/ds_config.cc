@@ -11,6 +11,7 @@
 #include "config/supported.h"
 #include "core/check.h"
 #include "core/json/json_fields.h"
+#include "core/text.h"
 #include "pipeline/schedule/schedule_file.h"
 
 namespace ds::engine::config {
@@ -119,9 +120,8 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   const int64_t left = *options.world_size / stages / tensor;
-  const std::string multiple =
-      stages > 1 && tensor > 1 ? cat(stages, " x ", tensor, " ranks (pipeline.stages x tensor_parallel.autotp_size)")
-                               : cat(std::max(stages, tensor), " ranks");
+  const std::string multiple = cat(fixed(static_cast<double>(stages) * static_cast<double>(tensor), 0), " ranks",
+                                   stages > 1 && tensor > 1 ? " (pipeline.stages x tensor_parallel.autotp_size)" : "");
   const int64_t sequence = std::max<int64_t>(config.sequence_parallel_size.value_or(1), 1);
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,

@@ -110,6 +110,7 @@ engine::PlanFacts facts_of(const CheckOptions& options, const Report& report) {
   if (!machine) return facts;
   facts.tensor_leaves_host = crossing_text(*machine, report.config.tensor_parallel.size());
   facts.tensor_inside_host = facts.tensor_leaves_host.empty();
+  facts.pipe_inside_host = pipelines_inside_nodes(*machine, stages);
   return facts;
 }
 

@@ -24,6 +24,14 @@ std::string crossing_text(const Machine& machine, int64_t size) {
              " (node ", machine.node_of(crossing->second), ")");
 }
 
+bool pipelines_inside_nodes(const Machine& machine, int64_t pipe) {
+  const int64_t stride = machine.ranks / pipe;
+  for (int64_t first = 0; first < stride; ++first) {
+    if (machine.node_of(first) != machine.node_of(first + (pipe - 1) * stride)) return false;
+  }
+  return true;
+}
+
 int64_t data_ranks_per_node(const Machine& machine, int64_t dp, int64_t tensor) {
   const int64_t ranks = std::clamp<int64_t>(machine.ranks_per_node / tensor, 1, dp);
   return dp % ranks == 0 ? ranks : 1;

@@ -29,6 +29,10 @@ std::optional<std::pair<int64_t, int64_t>> first_crossing(const Machine& machine
 // none.
 std::string crossing_text(const Machine& machine, int64_t size);
 
+// Whether every pipeline, `pipe` ranks as far apart as they can be, lies inside a node. `pipe` divides the ranks of
+// `machine`.
+bool pipelines_inside_nodes(const Machine& machine, int64_t pipe);
+
 // The data-parallel ranks of a node that have the same place on their tensor axes of `tensor` ranks; 1 where this does
 // not divide `dp`.
 int64_t data_ranks_per_node(const Machine& machine, int64_t dp, int64_t tensor);

@@ -199,8 +199,8 @@ constexpr const char* kModelled =
 times), messages between stages beside them, collectives of ZeRO as rings, beside backward and the first forward where the
 config says so; sums over ranks that share layers (tensor_parallel), which computing waits for; ranks of a node share its
 link. Rank = (pipeline rank x data-parallel ranks + data-parallel rank) x tensor ranks + tensor rank. Between stages
-with a tensor axis of T ranks each sends a T-th of the activation to the one with its tensor rank, and the receivers
-gather it, but for sequences that are cut (all of it without pipe_partitioned, of gradients grad_partitioned). Memory:
+with a tensor axis each rank sends to the one with its tensor rank: its part of a sequence that is cut, else all of the
+activation, or between nodes a T-th, which the receivers gather (pipe_partitioned; grad_partitioned). Memory:
 model state, what is gathered, activations that the schedule holds at once, messages. Activations of a block:
 34 s b h + 5 a s^2 b bytes at 16 bits (arXiv:2205.05198).
 Not modelled: other speeds of other kernels, other users of links, stragglers, reading data, the norm, the update

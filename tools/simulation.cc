@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "config/plan/plan_choices.h"
 #include "core/check.h"
 #include "pipeline/schedule/schedule.h"
 #include "tools/checked_count.h"
@@ -161,16 +162,17 @@ Plan Simulator::make_plan(std::optional<int64_t> parameters) const {
   const int64_t stages = config_.pipeline.stages.value_or(1);
   const int64_t dp = config_.dp_world_size;
   const int64_t tensor = config_.tensor_parallel.size();
+  engine::PlanFacts facts{.parameters = parameters, .pipeline_module = stages > 1};
+  facts.tensor_inside_host = leaves_node_.empty();
+  facts.tensor_leaves_host = leaves_node_;
+  facts.pipe_inside_host = pipelines_inside_nodes(machine_, stages);
   return engine::make_plan(config_,
                            {.world_size = machine_.ranks,
                             .dp = dp,
                             .pipe = stages,
                             .ranks_per_host = data_ranks_per_node(machine_, dp, tensor),
                             .tensor = tensor},
-                           {.parameters = parameters,
-                            .pipeline_module = stages > 1,
-                            .tensor_inside_host = leaves_node_.empty(),
-                            .tensor_leaves_host = leaves_node_});
+                           facts);
 }
 
 // Ranks with equally many parameters, most of them, have one.
@@ -231,6 +233,8 @@ void Simulator::place_parameters() {
 void Simulator::time_messages() {
   const auto micro_batches = static_cast<double>(schedule_.shape.micro_batches);
   const bool is_cut = config_.tensor_parallel.sequence_parallel;
+  const engine::MessageCuts cuts =
+      engine::choose_message_cuts(config_, result_.plan, pipelines_inside_nodes(machine_, pipe_));
   for (size_t s = 0; s + 1 < stages_.size(); ++s) {
     messages_.emplace_back();
     const int a = stages_[s].rank;
@@ -238,8 +242,7 @@ void Simulator::time_messages() {
     if (a == b) continue;
     double slowest = 0;
     double gather = 0;
-    for (const auto& [from, to, in_parts] :
-         {std::tuple{a, b, config_.pipeline.pipe_partitioned}, std::tuple{b, a, config_.pipeline.grad_partitioned}}) {
+    for (const auto& [from, to, in_parts] : {std::tuple{a, b, cuts.activations}, std::tuple{b, a, cuts.gradients}}) {
       const StageMessage message = message_of(stages_[s].output_bytes, tensor_, is_cut, in_parts);
       const int64_t in_step = whole_bytes(message.sent * micro_batches, "messages of a step");
       const int64_t gathered = whole_bytes(message.gathered * micro_batches, "messages of a step");

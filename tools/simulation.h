@@ -10,8 +10,8 @@
 //   inputs, and then those of the weights are made with them.
 // - Messages between stages: bytes over the rate of the worst of the pipelines, and latency. They run beside the
 //   computation; one waits for the one before it from the same rank to the same rank. Each rank of a tensor axis sends
-//   to the one with its place on the next stage's axis: its part of a sequence that is cut, else 1/T of the activation
-//   (of the gradient), which the receivers gather; or all of it without pipe_partitioned (grad_partitioned).
+//   to the one with its place on the next stage's axis: its part of a sequence that is cut, else all of the activation
+//   (of the gradient), or 1/T of it, which the receivers gather, as engine::choose_message_cuts() says.
 // - Tensor parallelism: a rank has its part of the weights and operations of a layer; sums over the ranks that share it
 //   are rings, of 2 n (T - 1) / T bytes each, for which computing waits (with tp_overlap_comm those of backward run
 //   beside the products of the weights).

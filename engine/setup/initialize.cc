@@ -282,6 +282,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
+  facts.tensor_leaves_host = tensor_crossing(model.ranks);
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "comm/agreement.h"
 #include "comm/flight/flight_watch.h"
 #include "comm/job/joined_job.h"
 #include "comm/job/rank_device.h"
+#include "comm/meeting/host_identity.h"
 #include "comm/meeting/rendezvous.h"
 #include "comm/mesh_hosts.h"
 #include "config/parse_steps.h"
@@ -160,6 +162,14 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   const int pipe = ranks.mesh->size(comm::MeshAxis::kPipe);
   ranks.pipe_inside_host = comm::inside_hosts({.sizes = {pipe, ranks.world->size() / pipe}}, 0, hosts);
   return ranks;
+}
+
+std::string tensor_crossing(const Ranks& ranks) {
+  if (!ranks.tensor || ranks.tensor_inside_host) return {};
+  const int tensor = ranks.tensor->size();
+  const auto names = comm::texts_of_ranks(comm::host_name(), ranks.device, *ranks.world, "names of hosts");
+  const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
+  return comm::crossing_text({.sizes = {ranks.world->size() / tensor, tensor}}, 1, hosts, names);
 }
 
 Topology topology_of(const Ranks& ranks, int ranks_per_host) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "config/plan/plan.h"
 #include "dsengine/config.h"
@@ -22,6 +23,9 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
 // The program's grid of ranks, or pipelines of pipeline.stages ranks, with data-parallel ranks side by side; without
 // the groups of `ranks`, which the plan needs. Collective.
 Ranks place_ranks(const Distributed& job, const InitializeOptions& options, const config::DsConfig& config);
+
+// Names the first ranks of a tensor axis that are on different hosts; empty: each axis lies inside a host. Collective.
+std::string tensor_crossing(const Ranks& ranks);
 
 // Of a plan.
 Topology topology_of(const Ranks& ranks, int ranks_per_host);

@@ -174,7 +174,7 @@ void train(const std::string& config, int steps) {
 int main(int argc, char** argv) {
   CLI::App app("Trains a small GPT with pipeline, data and tensor parallelism", "3d_gpt");
   std::string config;
-  int steps = 100;
+  int steps = 200;
   app.add_option("--deepspeed_config", config, "The ds_config JSON file")->required();
   app.add_option("--steps", steps, "Batches to train on")->check(CLI::PositiveNumber)->capture_default_str();
   CLI11_PARSE(app, argc, argv);

@@ -81,7 +81,7 @@ std::string config_of(const Drill& drill, int rank) {
 std::vector<ds::parallel::SplitRule> rules_of(const Drill& drill, int rank) {
   using enum ds::parallel::Style;
   if (drill.tensor == 1) return {};
-  if (drill.pipe > 1) return {{"0|2", kColumn}, {"1|3", kRow}};
+  if (drill.pipe > 1) return {{"a|c", kColumn}, {"b|d", kRow}};
   return {{"0", kColumn}, {"1", drill.fault == "rules" && rank == drill.rank ? kWhole : kRow}};
 }
 
@@ -126,8 +126,8 @@ int train_pipeline(const Drill& drill, const ds::engine::Distributed& job) {
     return x;
   };
   const std::vector<LayerSpec> layers = {
-      LayerSpec::of<Linear>(8, 16).named("0"), LayerSpec::of<Linear>(16, 8).named("1"),
-      LayerSpec::of<Linear>(8, 16).named("2"), LayerSpec::function(pass), LayerSpec::of<Linear>(16, 1).named("3")};
+      LayerSpec::of<Linear>(8, 16).named("a"), LayerSpec::of<Linear>(16, 8).named("b"),
+      LayerSpec::of<Linear>(8, 16).named("c"), LayerSpec::function(pass), LayerSpec::of<Linear>(16, 1).named("d")};
   const auto loss = [](const at::Tensor& output, const at::Tensor& label) { return (output - label).square().mean(); };
   const auto model = std::make_shared<ds::pipeline::PipelineModule>(
       layers, ds::pipeline::PipelineOptions{.loss = loss, .seed_layers = true});

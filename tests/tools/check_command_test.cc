@@ -179,8 +179,8 @@ TEST(CheckCommand, AxesHaveToMultiplyToTheRanks) {
     return outcome.err;
   };
   EXPECT_THAT(refusal(kThreeAxes, 6),
-              HasSubstr("a divisor of the 3 ranks of a stage, found 2; start a multiple of 2 x 2"));
-  EXPECT_THAT(refusal(kThreeAxes, 5), HasSubstr("a divisor of the 5 ranks, found 2; start a multiple of 2 x 2 ranks"));
+              HasSubstr("a divisor of the 3 ranks of a stage, found 2; start a multiple of 4 ranks (pipeline"));
+  EXPECT_THAT(refusal(kThreeAxes, 5), HasSubstr("a divisor of the 5 ranks, found 2; start a multiple of 4 ranks"));
   std::string with_size = kThreeAxes;
   with_size.insert(1, "\"data_parallel_size\": 4, ");
   EXPECT_THAT(refusal(with_size, 8), HasSubstr("expected 2, the ranks that run, found 4; remove the key or start 16"));

@@ -181,6 +181,8 @@ TEST(SimulateThreeAxes, MessagesOfSequencesThatAreCutAndWholeOnes) {
   EXPECT_EQ(whole["sent_per_step"]["pipeline"], 2 * 8);
   EXPECT_EQ(whole["sent_per_step"]["tensor"], 2 * 4 * 8);
   EXPECT_EQ(whole["bytes"]["messages"], 8);
+  // By default also where pipelines lie inside a node.
+  EXPECT_EQ(two_of_each().report(three_axes(8))["fullest"]["sent_per_step"]["pipeline"], 2 * 8);
 }
 
 TEST(SimulateThreeAxes, PrintsTheMeshAndWhereEachKindOfBytesGoes) {

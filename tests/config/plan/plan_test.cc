@@ -91,7 +91,7 @@ TEST(Plan, SaysInWhichOrderTheAxesLie) {
   EXPECT_THAT(table({{"tensor_parallel", {{"autotp_size", 2}}}}, {.world_size = 8, .dp = 4, .tensor = 2}),
               HasSubstr("data 4 x tensor 2, the last innermost: ranks 0 to 6 by 2 train the same parameters on other "
                         "batches, 0 and 1 have parts of the same layers"));
-  EXPECT_THAT(table({}, {.world_size = 8, .dp = 8}), Not(HasSubstr("innermost")));
+  EXPECT_THAT(table(ordered_json::object(), {.world_size = 8, .dp = 8}), Not(HasSubstr("innermost")));
 }
 
 TEST(Plan, KeysOfAnOffloadThatIsNone) {
