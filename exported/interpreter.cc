@@ -7,6 +7,7 @@
 #include <ATen/core/stack.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <new>
 #include <utility>
@@ -260,9 +261,18 @@ std::vector<c10::IValue> run(Program& program, const std::vector<c10::IValue>& i
   const auto source = [&](const InputSource& from) -> c10::IValue {
     return from.is_lifted ? c10::IValue(program.lifted[from.index].value) : inputs[from.index];
   };
+  const auto is_written = [&](const InputSource& from) {
+    return std::any_of(program.mutations.begin(), program.mutations.end(), [&](const Mutation& mutation) {
+      return mutation.target.is_lifted == from.is_lifted && mutation.target.index == from.index;
+    });
+  };
   Values all;
   all.reserve(program.sources.size());
-  for (const InputSource& from : program.sources) all.push_back(source(from));
+  for (const InputSource& from : program.sources) {
+    all.push_back(source(from));
+    // Autograd may save what the graph reads, and what is written after the run would change under it.
+    if (is_written(from)) all.back() = all.back().toTensor().clone();
+  }
   Values outputs = Interpreter(program, training, device).run_graph(program.main(), std::move(all));
   for (const Mutation& mutation : program.mutations) {
     const at::NoGradGuard no_grad;
