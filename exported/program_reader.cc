@@ -59,7 +59,8 @@ class ProgramReader {
 
  private:
   void read_ranges() {
-    for (const auto& [symbol, range] : from_.value("range_constraints", json::object()).items()) {
+    const json ranges = from_.value("range_constraints", json::object());  // items() refers to it
+    for (const auto& [symbol, range] : ranges.items()) {
       const auto bound = [&range = range](const char* key, int64_t none) {
         return range.contains(key) && range.at(key).is_number_integer() ? range.at(key).get<int64_t>() : none;
       };
