@@ -38,7 +38,7 @@ struct ReadsNetImpl : torch::nn::Module {
     const at::Tensor factors = torch::sin(torch::arange(8).to(torch::kFloat));
     at::Tensor x = words(padded).narrow(0, 0, 4) +
                    recompute::checkpoint(
-                       [&](const at::Tensor& scale) {
+                       [this, numbers](const at::Tensor& scale) {
                          return torch::tanh(words(numbers.narrow(0, 2, 4).to(torch::kInt))) * scale;
                        },
                        torch::ones({4, 1}, torch::requires_grad()));
