@@ -158,7 +158,7 @@ std::string Judge::start_weights() const {
   for (const auto& [name, tensor] : found.all()) {
     const Sums sums = sums_of(tensor, expected.find(name));
     if (sums.difference <= bounds_.gradient * bounds_.gradient * std::max(sums.expected, 1e-12)) continue;
-    return cat("before the first step: ", name,
+    return cat("before the first step: ", name.substr(name.find('/') + 1),
                " begins with other values. Likely: the program draws its start values ",
                "from numbers that differ from process to process (the time, a thread), or loads another file; draw ",
                "them from a fixed seed before initialize()");

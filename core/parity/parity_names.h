@@ -26,6 +26,8 @@ inline constexpr const char* kParityLayoutFile = "layout.json";
 inline std::string parity_losses_file(int64_t data_rank) { return cat("losses_", data_rank, ".jsonl"); }
 // Tensors "gradient/NAME" and "weight/NAME" of a step, from 1; of step 0 the weights at the start.
 inline std::string parity_step_file(int64_t step) { return cat("step_", step, ".safetensors"); }
+// Frozen parameters and buffers at the start, by name: one rank takes over these, and the weights of step 0.
+inline constexpr const char* kParityStartFile = "start.safetensors";
 inline constexpr const char* kParityGradient = "gradient/";
 inline constexpr const char* kParityWeight = "weight/";
 

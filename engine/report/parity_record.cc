@@ -83,6 +83,25 @@ std::vector<std::pair<std::string, at::Tensor>> trained_parameters(const ModelSt
   return result;
 }
 
+constexpr const char* kFrozenKind = "frozen/";
+
+// What a forward reads beside trained parameters: frozen ones and buffers, with a prefix by kind.
+std::vector<std::pair<std::string, at::Tensor>> other_tensors(const ModelState& state) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  const auto add = [&](const char* kind, const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined() && safetensors_holds(tensor.scalar_type()) &&
+        seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      result.emplace_back(kind + name, tensor);
+    }
+  };
+  for (const auto& item : state.module->named_parameters()) {
+    if (!item.value().requires_grad()) add(kFrozenKind, item.key(), item.value());
+  }
+  for (const auto& item : state.module->named_buffers()) add("buffer/", item.key(), item.value());
+  return result;
+}
+
 at::ScalarType recorded_dtype(const ModelState& state) {
   return state.plan.master_dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
 }
@@ -191,10 +210,40 @@ void ParityRecord::start(Engine& engine) {
               run_.steps, " steps are written to ", run_.folder, " (", fixed(bytes / (1 << 20), 1), " MiB)",
               run_.ends_process ? ", then the process ends" : "");
   }
+  if (!run_.like.empty()) take_over_start(engine);
+  write_start(engine);
   open_file(0, /*with_gradients=*/false);
   write(engine, Kind::kWeights);
   if (file_) file_->commit(/*durable=*/false);
   file_.reset();
+}
+
+void ParityRecord::take_over_start(Engine& engine) {
+  const at::NoGradGuard no_grad;
+  const SafetensorsFile weights(path_in(run_.like, parity_step_file(0)));
+  for (const auto& [name, parameter] : trained_parameters(state_)) {
+    engine.safe_set_full_fp32_param(parameter, weights.tensor(kParityWeight + name).to(state_.ranks.device));
+  }
+  const SafetensorsFile others(path_in(run_.like, kParityStartFile));
+  for (const auto& [name, tensor] : other_tensors(state_)) tensor.copy_(others.tensor(name));
+}
+
+void ParityRecord::write_start(Engine& engine) {
+  const at::NoGradGuard no_grad;
+  std::vector<SafetensorsWriter::Header> headers;
+  const auto tensors = other_tensors(state_);
+  for (const auto& [name, tensor] : tensors) {
+    headers.push_back({.name = name, .dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec()});
+  }
+  std::optional<SafetensorsWriter> file;
+  if (state_.ranks.world->rank() == 0) file.emplace(path_in(run_.folder, kParityStartFile), headers);
+  for (const auto& [name, tensor] : tensors) {
+    std::vector<at::Tensor> gathered;
+    if (name.starts_with(kFrozenKind)) gathered.push_back(tensor);
+    const auto scope = engine.gathered_parameters(gathered);
+    if (file) file->write(name, tensor.detach().contiguous());
+  }
+  if (file) file->commit(/*durable=*/false);
 }
 
 void ParityRecord::open_file(int64_t step, bool with_gradients) {

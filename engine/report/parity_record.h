@@ -52,7 +52,8 @@ class ParityRecord {
   ParityRecord(ParityRun run, const ModelState& state, const Progress& progress, const config::DsConfig& config,
                const std::function<void(int rank)>& seed);
 
-  // Writes the weights at the start.
+  // Writes the values at the start; the reference takes over those of the other run first, since a program may draw its
+  // own anew in each process.
   void start(Engine& engine);
   // Notes the loss of a pass; undefined: it is not known.
   void note_loss(const at::Tensor& loss) { losses_.push_back(loss.defined() ? loss.detach() : loss); }
@@ -63,6 +64,8 @@ class ParityRecord {
 
  private:
   enum class Kind { kGradients, kWeights };
+  void take_over_start(Engine& engine);
+  void write_start(Engine& engine);
   void open_file(int64_t step, bool with_gradients);
   void write(Engine& engine, Kind kind);
   void write_losses(Engine& engine);
