@@ -238,10 +238,15 @@ void ParityRecord::write_start(Engine& engine) {
   std::optional<SafetensorsWriter> file;
   if (state_.ranks.world->rank() == 0) file.emplace(path_in(run_.folder, kParityStartFile), headers);
   for (const auto& [name, tensor] : tensors) {
-    std::vector<at::Tensor> gathered;
-    if (name.starts_with(kFrozenKind)) gathered.push_back(tensor);
-    const auto scope = engine.gathered_parameters(gathered);
-    if (file) file->write(name, tensor.detach().contiguous());
+    const auto write = [&, &of = name, &values = tensor] {
+      if (file) file->write(of, values.detach().contiguous());
+    };
+    if (!name.starts_with(kFrozenKind)) {
+      write();
+      continue;
+    }
+    const auto scope = engine.gathered_parameters({tensor});
+    write();
   }
   if (file) file->commit(/*durable=*/false);
 }
