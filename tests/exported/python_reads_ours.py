@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 import torch
+import transformers.modeling_outputs  # noqa: F401  the classes that Llama returns, which torch.export.load needs
 
 SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 EXAMPLE = os.path.join(SOURCE, "examples", "exported")
