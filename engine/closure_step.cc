@@ -69,7 +69,8 @@ at::Tensor loss_inside_update(Engine::Impl& engine, const std::function<at::Tens
 
 at::Tensor step_by_closure(Engine::Impl& engine, const std::function<at::Tensor()>& closure) {
   require(closure != nullptr, "step(closure): expected a function, found none");
-  require(!engine.parity, "step(closure): ds-launch parity records steps between one backward() and step(); expected a ",
+  require(!engine.parity,
+          "step(closure): ds-launch parity records steps between one backward() and step(); expected a ",
           "program that calls engine->step()");
   engine.order.require_driver(Call::kStep);
   require_possible(engine);

@@ -11,8 +11,8 @@ namespace ds::engine {
 // Appends the rows of a plan whose other fields are filled in. to_table() adds those of predicted bytes.
 void add_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
-// Appends rows on the order of the axes and on the tensor axis: where it lies, what is split, how split layers work, and
-// what stages of a pipeline send each other. Warns of a slow axis.
+// Appends rows on the order of the axes and on the tensor axis: where it lies, what is split, how split layers work,
+// and what stages of a pipeline send each other. Warns of a slow axis.
 void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
 // Appends rows on curricula, chosen samples, dropped layers and tokens, and sparse attention.
