@@ -137,7 +137,7 @@ class WeightFile {
   const std::exception_ptr& failure() const { return failure_; }
 
  private:
-  // Also after a failure, for the other stages send all the same.
+  // Receives after a failure of this rank too, for the other stages send all the same.
   void receive() {
     try {
       stages_->receive([&](const StageTensor& tensor, const at::Tensor& values) { write(tensor.name, values); });
