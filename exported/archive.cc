@@ -33,7 +33,7 @@ std::vector<int64_t> fixed_sizes(const nlohmann::json& from) {
 
 // The number of elements of a storage that the tensor needs; -1: no storage has so many.
 int64_t needed_elements(const StoredTensor& tensor) {
-  uint64_t last = static_cast<uint64_t>(tensor.offset);
+  auto last = static_cast<uint64_t>(tensor.offset);
   for (size_t i = 0; i < tensor.sizes.size(); ++i) {
     uint64_t step = 0;
     if (tensor.sizes[i] == 0) return 0;
@@ -163,7 +163,7 @@ nlohmann::json Archive::json(const std::string& name) const {
   JsonDepth depth;
   const std::string content = text(name);
   try {
-    nlohmann::json result = parse_json<nlohmann::json>(content, std::ref(depth));
+    auto result = parse_json<nlohmann::json>(content, std::ref(depth));
     require_good(!depth.exceeded(), "\"", name, "\" has values more than ", JsonDepth::kDeepest, " levels deep");
     require_good(result.is_object(), "\"", name,
                  "\" is no object of JSON; the file is damaged, export the model again");

@@ -125,11 +125,11 @@ c10::IValue magnitude(const Numbers& numbers) {
                                                                 : c10::IValue(std::abs(real(numbers, 0)));
 }
 
-// A floating-point number rounded to a whole one by `Round`.
-template <double (*Round)(double)>
+// A floating-point number rounded to a whole one by `kRound`.
+template <double (*kRound)(double)>
 c10::IValue rounded(const Numbers& numbers) {
   if (is_whole(number(numbers, 0))) return whole(numbers, 0);
-  const double value = Round(real(numbers, 0));
+  const double value = kRound(real(numbers, 0));
   require(std::abs(value) < 9.2e18, "expected a number that fits in an int64, found ", value);
   return static_cast<int64_t>(value);
 }

@@ -11,6 +11,7 @@
 #include "core/files/regular_file.h"
 #include "core/json/parse_json.h"
 #include "core/parity/parity_names.h"
+#include "core/text.h"
 
 namespace ds {
 namespace {
@@ -46,7 +47,7 @@ RecordedLayout read_layout(const std::string& folder) {
 
 // The lines of one data-parallel rank.
 std::vector<json> read_lines(const std::string& folder, int64_t rank) {
-  std::ifstream file(path_in(folder, parity_losses_file(rank)));
+  auto file = classic_stream<std::ifstream>(path_in(folder, parity_losses_file(rank)));
   std::vector<json> lines;
   for (std::string line; std::getline(file, line);) lines.push_back(parse_json<json>(line));
   return lines;

@@ -24,6 +24,7 @@
 #include "core/json/parse_json.h"
 #include "core/log.h"
 #include "core/parity/parity_names.h"
+#include "core/text.h"
 #include "dsengine/engine.h"
 
 namespace ds::engine {
@@ -192,9 +193,11 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
                                  {"tensor_ranks", state.ranks.tensor_ranks()},
                                  {"stage", config.zero_optimization.stage},
                                  {"dtype", name_of(config.model_dtype())}};
-    std::ofstream(path_in(run_.folder, kParityLayoutFile)) << layout.dump(2) << '\n';
+    classic_stream<std::ofstream>(path_in(run_.folder, kParityLayoutFile)) << layout.dump(2) << '\n';
   }
-  if (writes_lines(state)) lines_.open(path_in(run_.folder, parity_losses_file(state.ranks.part->rank())));
+  if (writes_lines(state)) {
+    lines_ = classic_stream<std::ofstream>(path_in(run_.folder, parity_losses_file(state.ranks.part->rank())));
+  }
 }
 
 void ParityRecord::start(Engine& engine) {

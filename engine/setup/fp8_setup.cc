@@ -98,7 +98,7 @@ void require_on_one_stage(const LayerNames& layers, const config::Fp8Section& se
 std::vector<fp8::NamedLinear> chosen_layers(torch::nn::Module& module, const config::Fp8Section& section) {
   std::vector<fp8::NamedLinear> layers = fp8::linears_of(module);
   std::erase_if(layers, [&](const fp8::NamedLinear& layer) { return !is_chosen(layer.names, section); });
-  // Of a weight that is split a rank multiplies with its part: products are of the leaf.
+  // A rank multiplies with its part of a weight that is split: products are of the leaf.
   for (fp8::NamedLinear& layer : layers) layer.weight = trained_tensor(layer.weight);
   return layers;
 }

@@ -1,10 +1,8 @@
 // engine::parity_check: both runs of `ds-launch parity` in one process.
 #include <torch/nn/module.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <memory>
@@ -17,6 +15,7 @@
 #include "core/check.h"
 #include "core/parity/parity_judge.h"
 #include "core/parity/recorded_run.h"
+#include "core/system_call.h"
 #include "dsengine/engine.h"
 #include "dsengine/initialize.h"
 #include "engine/engine_impl.h"
@@ -49,8 +48,7 @@ class SharedRecords {
  private:
   void make() {
     path_ = (std::filesystem::temp_directory_path() / "ds-parity.XXXXXX").string();
-    require<IoError>(mkdtemp(path_.data()) != nullptr, "parity_check: ", path_,
-                     ": the folder cannot be made: ", std::strerror(errno));
+    require_system<IoError>(mkdtemp(path_.data()) != nullptr, "parity_check: ", path_, ": the folder cannot be made");
     std::filesystem::create_directories(of_ranks());
     std::filesystem::create_directories(of_one());
   }

@@ -47,7 +47,7 @@ class Scaling {
   // Layers by their names, in the model's order; their tensors are on `device`.
   Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device);
 
-  // Of these layers, one flag each, the ranks of `axis` have parts: until the first end_step(), or after forget(), each
+  // The ranks of `axis` have parts of these layers, one flag each: until the first end_step(), or after forget(), each
   // call of quantized() for one of them is collective over the axis. With delayed scaling alone.
   void share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<char> layers);
 

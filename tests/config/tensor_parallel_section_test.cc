@@ -28,7 +28,7 @@ TEST(TensorParallelSection, RanksThatDoNotDivide) {
               AllOf(HasSubstr("tensor_parallel.autotp_size"), HasSubstr("a divisor of the 4 ranks, found 3")));
   EXPECT_THAT(refusal_of("{tensor_parallel: {tp: {tp_size: 4}}, pipeline: {stages: 2}}", {.world_size = 4}),
               AllOf(HasSubstr("tensor_parallel.autotp_size"), HasSubstr("the 2 ranks of a stage, found 4"),
-                    HasSubstr("start a multiple of 2 x 4 ranks")));
+                    HasSubstr("start a multiple of 8 ranks")));
 }
 
 TEST(TensorParallelSection, OneNumberOfRanks) {

@@ -41,7 +41,6 @@ struct Checked {
 
 ordered_json quiet(int stage, int accumulation) {
   ordered_json config = small_config(stage, accumulation);
-  config["log_level"] = "error";
   config["gradient_clipping"] = 0.5;
   return config;
 }

@@ -74,6 +74,7 @@ TEST(ShardedTables, EveryReadAtStage3GivesWhatAWholeTableDoes) {
     test::run_ranks(2, [&](comm::Communicator& communicator) {
       ReadsNet model;
       ordered_json config = small_config(3, 1);
+      config["zero_allow_untested_optimizer"] = true;
       config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.05}}}};
       const auto engine = start(model.ptr(), config, communicator).engine;
       EXPECT_THAT(to_table(engine->plan()), HasSubstr("words.weight, sums.weight, means.weight: row-wise, sharded"));
