@@ -130,8 +130,7 @@ class LayerSpec {
  public:
   // A module, by class or holder, that is built from copies of the arguments on the ranks of its stage only.
   template <class Module, class... Arguments>
-  // NOLINTNEXTLINE(performance-unnecessary-value-param): the copies are what the function that builds it keeps
-  static LayerSpec of(Arguments... arguments) {
+  static LayerSpec of(Arguments... arguments) {  // NOLINT(performance-unnecessary-value-param): it keeps the copies
     using Impl = typename internal::Held<Module>::type;
     return LayerSpec(
         internal::type_name(typeid(Impl)), [=] { return std::make_shared<Impl>(arguments...); }, &call_forward<Impl>);
