@@ -125,6 +125,7 @@ engine::Ranks engine_ranks(const ShardRanks& ranks) {
   result.world = ranks.world;
   result.part = ranks.all;
   result.tensor = ranks.tensor;
+  if (ranks.tensor) result.layers = ranks.world;
   result.device = ranks.device;
   result.local_rank = ranks.world->rank();
   result.groups.shards = ranks.shards;

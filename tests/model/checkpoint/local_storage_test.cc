@@ -182,7 +182,6 @@ TEST(LocalStorage, StagesOfAPipelineGoOnFromTheirOwnDisks) {
       const test::ScratchFolder folder;
       ordered_json config = {{"train_micro_batch_size_per_gpu", 2},
                              {"gradient_accumulation_steps", 2},
-                             {"log_level", "error"},
                              {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}}}}},
                              {"zero_optimization", {{"stage", stage}}},
                              {"checkpoint", {{"use_node_local_storage", true}}},
