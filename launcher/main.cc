@@ -121,18 +121,15 @@ int launch(const std::vector<std::string>& words, const std::vector<std::string>
   Console console(STDOUT_FILENO, STDERR_FILENO);
   int result = 0;
   try {
+    const auto run = [&](const Options& options, const std::vector<std::string>& of_ranks) {
+      return run_job(options, of_ranks, console);
+    };
     if (!words.empty() && words.front() == kParityWord) {
-      result =
-          run_parity({words.begin() + 1, words.end()}, environment, console,
-                     [&](const Options& of_job, const auto& of_ranks) { return run_job(of_job, of_ranks, console); });
-      console.finish(kLastWriteSeconds);
-      return result;
-    }
-    const Options options = parse_options(words, environment);
-    if (options.answer) {
+      result = run_parity({words.begin() + 1, words.end()}, environment, console, run);
+    } else if (const Options options = parse_options(words, environment); options.answer) {
       console.raw(Console::kOut, *options.answer);
     } else {
-      result = run_job(options, environment, console);
+      result = run(options, environment);
     }
   } catch (const Error& error) {
     Notices(console, Verbosity::kError).error(error.what());

@@ -14,12 +14,17 @@
 namespace ds {
 namespace {
 
-constexpr double kSameRatio = 0.02;       // how near a ratio is to the number that explains it
-constexpr double kSameDirection = 0.05;   // the rest that a ratio leaves, of the whole
-constexpr double kSmallGradient = 1e-3;   // of the share of a parameter in the norm of the model: less is rounding
-constexpr double kGrowth = 4;             // of the bounds from step to step
-constexpr double kMostGradient = 0.1;     // to which they grow
-constexpr double kRounding = 4 * 1.2e-7;  // of a weight in float32
+// The largest relative distance of a ratio from the number that explains it.
+constexpr double kSameRatio = 0.02;
+// The largest part of a tensor's norm that may be left when it is explained as a multiple of another.
+constexpr double kSameDirection = 0.05;
+// A gradient whose norm is a smaller part of the parameter's share in the norm of the model is rounding.
+constexpr double kSmallGradient = 1e-3;
+// The bounds of a step are so many times those of the step before, up to kMostGradient.
+constexpr double kGrowth = 4;
+constexpr double kMostGradient = 0.1;
+// The relative rounding of a float32 weight that is allowed.
+constexpr double kRounding = 4 * 1.2e-7;
 
 std::string three_digits(double number) {
   std::array<char, 32> text{};
@@ -27,7 +32,7 @@ std::string three_digits(double number) {
   return {text.data(), end};
 }
 
-// Two tensors, as sums over their elements.
+// Sums over the elements of two tensors.
 struct Sums {
   double both = 0;        // found * expected
   double found = 0;       // found^2
@@ -50,7 +55,7 @@ struct Sums {
   }
 };
 
-// What a number says of a layout: "the number of ranks".
+// A ratio that follows from a layout, and its name: "the data-parallel ranks".
 struct Explained {
   double ratio;
   std::string what;
@@ -124,7 +129,7 @@ class Judge {
   double grown(double bound, size_t step) const {
     return std::min(bound * std::pow(kGrowth, static_cast<double>(step - 1)), std::max(bound, kMostGradient));
   }
-  // Each returns what differs, or nothing.
+  // Each of these returns the sentence on what differs, or "".
   std::string start_weights() const;
   std::string loss(size_t step) const;
   std::string gradients(size_t step);
@@ -141,7 +146,7 @@ class Judge {
   std::vector<std::string> small_;  // parameters whose gradients in the step are rounding
 };
 
-// Sums over all elements; of tensors that are missing or have other sizes, an infinite difference.
+// Sums over all elements. The difference from a tensor that is missing or has another size is infinite.
 Sums sums_of(const RecordedTensor& found, const RecordedTensor* expected) {
   Sums sums;
   if (expected == nullptr || expected->count != found.count) {
@@ -264,7 +269,8 @@ std::string Judge::cause_of_gradients(const Sums& sums, size_t differing, size_t
     return "the losses agree, so the sum over ranks is wrong: the reduction of this gradient is missing (a hook that "
            "leaves the parameter out, a parameter that another rank does not use), or goes over the wrong ranks";
   }
-  if (sums.ratio() < kSameRatio) return "no rank's gradient reaches it: a hook or a reduction leaves the parameter out";
+  if (std::abs(sums.ratio()) < kSameRatio)
+    return "no rank's gradient reaches it: a hook or a reduction leaves the parameter out";
   if (ranks > 1 && is(ranks)) {
     return some ? "its gradients are added up over the ranks where their mean is meant, or reduced once more than "
                   "others (a tied weight, parameters of experts)"

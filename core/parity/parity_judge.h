@@ -1,4 +1,4 @@
-// Whether two recorded runs trained the same, and if not, where they part first and what the likely cause is.
+// Judges whether two recorded runs trained the same, and if not, where they part first and what the likely cause is.
 #pragma once
 
 #include <string>
@@ -12,8 +12,8 @@ struct ParityVerdict {
   std::string text;  // one line
 };
 
-// How far runs may be apart that differ in the order of their sums alone: relative, in the first step. Later steps may
-// be further apart, since each one begins where the last has ended.
+// The relative differences in the first step that runs may have whose sums differ in order alone. Later steps may be
+// further apart, since each one begins where the last has ended.
 struct ParityBounds {
   double loss = 0;
   double norm = 0;

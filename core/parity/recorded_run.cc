@@ -1,16 +1,19 @@
 #include "core/parity/recorded_run.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "core/check.h"
 #include "core/files/regular_file.h"
 #include "core/json/parse_json.h"
 #include "core/parity/parity_names.h"
+#include "core/system_call.h"
 #include "core/text.h"
 
 namespace ds {
@@ -20,10 +23,6 @@ using nlohmann::json;
 
 constexpr size_t kMostLayoutBytes = 1 << 16;
 
-std::string path_in(const std::string& folder, const std::string& file) {
-  return (std::filesystem::path(folder) / file).string();
-}
-
 double number_of(const json& value) {
   return value.is_number() ? value.get<double>() : std::numeric_limits<double>::quiet_NaN();
 }
@@ -32,22 +31,9 @@ std::optional<double> optional_number(const json& value) {
   return value.is_null() ? std::nullopt : std::optional(number_of(value));
 }
 
-RecordedLayout read_layout(const std::string& folder) {
-  const std::string path = path_in(folder, kParityLayoutFile);
-  const FileText file = read_regular_file(path, kMostLayoutBytes);
-  require<IoError>(file.trouble.empty(), path, ": ", file.trouble, "; the program has not come to ",
-                   "engine::initialize(), or failed there");
-  const json layout = parse_json<json>(file.text);
-  return {.data_ranks = layout.at("data_ranks").get<int64_t>(),
-          .accumulation = layout.at("accumulation").get<int64_t>(),
-          .tensor_ranks = layout.at("tensor_ranks").get<int64_t>(),
-          .stage = layout.at("stage").get<int64_t>(),
-          .dtype = layout.at("dtype").get<std::string>()};
-}
-
-// The lines of one data-parallel rank.
+// Reads the lines of one data-parallel rank.
 std::vector<json> read_lines(const std::string& folder, int64_t rank) {
-  auto file = classic_stream<std::ifstream>(path_in(folder, parity_losses_file(rank)));
+  auto file = classic_stream<std::ifstream>(parity_path(folder, parity_losses_file(rank)));
   std::vector<json> lines;
   for (std::string line; std::getline(file, line);) lines.push_back(parse_json<json>(line));
   return lines;
@@ -99,7 +85,21 @@ const RecordedTensor* RecordedTensors::find(const std::string& name) const {
 }
 
 RecordedTensors RecordedRun::tensors(size_t step) const {
-  return RecordedTensors(path_in(folder, parity_step_file(static_cast<int64_t>(step))));
+  return RecordedTensors(parity_path(folder, parity_step_file(static_cast<int64_t>(step))));
+}
+
+RecordedLayout read_layout(const std::string& folder) {
+  const std::string path = parity_path(folder, kParityLayoutFile);
+  const FileText file = read_regular_file(path, kMostLayoutBytes);
+  require<IoError>(file.trouble.empty(), path, ": expected the layout of a run that is over: ", file.trouble,
+                   "; the program has not come to engine::initialize(), or failed there");
+  const json layout = parse_json<json>(file.text);
+  return {.data_ranks = layout.at("data_ranks").get<int64_t>(),
+          .micro_batch = layout.at("micro_batch").get<int64_t>(),
+          .accumulation = layout.at("accumulation").get<int64_t>(),
+          .tensor_ranks = layout.at("tensor_ranks").get<int64_t>(),
+          .stage = layout.at("stage").get<int64_t>(),
+          .dtype = layout.at("dtype").get<std::string>()};
 }
 
 RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayout>& layout) {
@@ -115,6 +115,25 @@ RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayo
                    "no step, or drives its engine by calls that are not recorded");
   run.steps.resize(least);
   return run;
+}
+
+RecordFolder::RecordFolder(const std::string& wanted) : stays_(!wanted.empty()) {
+  namespace fs = std::filesystem;
+  if (stays_) {
+    fs::create_directories(wanted);
+    require<ConfigError>(fs::is_empty(wanted), "--folder: expected an empty folder, found files in ", wanted);
+    path_ = fs::absolute(wanted).string();
+  } else {
+    path_ = (fs::temp_directory_path() / "ds-parity.XXXXXX").string();
+    require_system<IoError>(mkdtemp(path_.data()) != nullptr, path_, ": the folder of the records cannot be made");
+  }
+  fs::create_directories(of_run());
+  fs::create_directories(of_reference());
+}
+
+RecordFolder::~RecordFolder() {
+  std::error_code none;
+  if (!stays_) std::filesystem::remove_all(path_, none);
 }
 
 }  // namespace ds

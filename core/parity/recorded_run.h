@@ -1,5 +1,5 @@
-// What a run that `ds-launch parity` has started has written (core/parity/parity_names.h): losses and norms of its
-// steps, and tensors that are read in place.
+// The record of a run that `ds-launch parity` has started (core/parity/parity_names.h): losses and norms of its steps,
+// and tensors that are read in place. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,7 @@ namespace ds {
 
 struct RecordedLayout {
   int64_t data_ranks = 1;
+  int64_t micro_batch = 1;
   int64_t accumulation = 1;
   int64_t tensor_ranks = 1;
   int64_t stage = 0;
@@ -28,7 +29,7 @@ struct RecordedStep {
   bool applied = true;
 };
 
-// Float32 or float64 numbers of a file.
+// A tensor of float32 or float64 numbers in a file.
 struct RecordedTensor {
   const void* data = nullptr;
   size_t count = 0;
@@ -61,8 +62,29 @@ struct RecordedRun {
   RecordedTensors tensors(size_t step) const;  // 0: the weights at the start
 };
 
+// Reads the layout of the run that has written to `folder`. Throws IoError where there is none.
+RecordedLayout read_layout(const std::string& folder);
+
 // Reads the record in `folder`. `layout`: that of the run whose batches this one has taken on one rank; empty: the run
 // has written its own. Throws IoError for a record that is none, or in which a rank has fewer steps than others.
 RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayout>& layout = std::nullopt);
+
+// The folder of the records of two runs that are compared.
+class RecordFolder {
+ public:
+  // Makes the folder `wanted`, which has to be empty and stays, or, where the name is empty, a temporary one that is
+  // removed at the end. Throws ConfigError for a folder with files, else IoError or std::filesystem::filesystem_error.
+  explicit RecordFolder(const std::string& wanted = {});
+  RecordFolder(const RecordFolder&) = delete;
+  RecordFolder& operator=(const RecordFolder&) = delete;
+  ~RecordFolder();
+
+  std::string of_run() const { return path_ + "/layout"; }
+  std::string of_reference() const { return path_ + "/one_rank"; }
+
+ private:
+  std::string path_;
+  bool stays_;
+};
 
 }  // namespace ds

@@ -6,7 +6,6 @@
 #include <torch/nn/module.h>
 
 #include <atomic>
-#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -18,12 +17,13 @@
 #include <utility>
 
 #include "comm/agreement.h"
+#include "comm/meeting/environment_reader.h"
 #include "config/config_source.h"
 #include "core/check.h"
-#include "core/files/regular_file.h"
-#include "core/json/parse_json.h"
 #include "core/log.h"
+#include "core/number_text.h"
 #include "core/parity/parity_names.h"
+#include "core/parity/recorded_run.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
 
@@ -32,23 +32,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-std::string variable(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? std::string() : std::string(value);
-}
-
-std::string path_in(const std::string& folder, const std::string& file) {
-  return (std::filesystem::path(folder) / file).string();
-}
-
-ordered_json layout_of(const std::string& folder) {
-  const std::string path = path_in(folder, kParityLayoutFile);
-  constexpr size_t kMostBytes = 1 << 16;
-  const FileText file = read_regular_file(path, kMostBytes);
-  require<IoError>(file.trouble.empty(), kParityLikeVariable, ": ", path,
-                   ": expected the layout of a run that is over: ", file.trouble);
-  return parse_json<ordered_json>(file.text);
-}
+std::string variable(const char* name) { return comm::process_environment(name).value_or(std::string()); }
 
 // Throws for keys whose effect one rank with more accumulation does not have.
 void require_repeatable(const ordered_json& config, const std::string& file) {
@@ -71,7 +55,7 @@ void require_repeatable(const ordered_json& config, const std::string& file) {
   if (config.contains("elasticity")) refuse("elasticity", "the batch of one rank is not that of many");
 }
 
-// A parameter that is trained, under its first name, as the module has it.
+// Returns the parameters that are trained, each under its first name, as the module has them.
 std::vector<std::pair<std::string, at::Tensor>> trained_parameters(const ModelState& state) {
   std::unordered_set<const at::TensorImpl*> seen;
   std::vector<std::pair<std::string, at::Tensor>> result;
@@ -86,7 +70,7 @@ std::vector<std::pair<std::string, at::Tensor>> trained_parameters(const ModelSt
 
 constexpr const char* kFrozenKind = "frozen/";
 
-// What a forward reads beside trained parameters: frozen ones and buffers, with a prefix by kind.
+// Returns what a forward reads beside trained parameters: frozen ones and buffers, with a prefix by kind.
 std::vector<std::pair<std::string, at::Tensor>> other_tensors(const ModelState& state) {
   std::unordered_set<const at::TensorImpl*> seen;
   std::vector<std::pair<std::string, at::Tensor>> result;
@@ -140,10 +124,9 @@ std::optional<ParityRun> ParityRun::from_environment() {
   if (run.folder.empty()) return std::nullopt;
   const std::string file = variable(kParityConfigVariable);
   const std::string steps = variable(kParityStepsVariable);
-  const auto [end, error] = std::from_chars(steps.data(), steps.data() + steps.size(), run.steps);
-  require<ConfigError>(error == std::errc() && end == steps.data() + steps.size() && run.steps > 0,
-                       kParityStepsVariable, ": expected the number of steps to record, at least 1, found \"", steps,
-                       "\"");
+  run.steps = parse_whole_number(steps).value_or(0);
+  require<ConfigError>(run.steps > 0, kParityStepsVariable,
+                       ": expected the number of steps to record, at least 1, found \"", steps, "\"");
   require<ConfigError>(!file.empty(), kParityConfigVariable, ": expected the path of a ds_config, found none");
   run.source = config::ConfigSource(std::filesystem::path(file));
   return run;
@@ -154,11 +137,10 @@ config::ConfigSource ParityRun::config() const {
   require<ConfigError>(config.is_object(), source.name(), ": expected a JSON object");
   require_repeatable(config, source.name());
   if (like.empty()) return source;
-  const ordered_json layout = layout_of(like);
+  const RecordedLayout layout = read_layout(like);
   config.erase("train_batch_size");
-  config["train_micro_batch_size_per_gpu"] = layout.at("micro_batch");
-  config["gradient_accumulation_steps"] =
-      layout.at("accumulation").get<int64_t>() * layout.at("data_ranks").get<int64_t>();
+  config["train_micro_batch_size_per_gpu"] = layout.micro_batch;
+  config["gradient_accumulation_steps"] = layout.accumulation * layout.data_ranks;
   config["zero_optimization"] = {{"stage", 0}};
   config.erase("tensor_parallel");
   return config;
@@ -176,7 +158,7 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
   const comm::Communicator& world = *state.ranks.world;
   if (!run_.like.empty()) {
     require(world.size() == 1, kParityLikeVariable, ": expected one rank, found ", world.size());
-    stands_for_ = layout_of(run_.like).at("data_ranks").get<int64_t>();
+    stands_for_ = read_layout(run_.like).data_ranks;
     if (seed) {
       const std::vector<at::Tensor> first = generators(state);
       streams_.push_back(first);
@@ -193,10 +175,10 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
                                  {"tensor_ranks", state.ranks.tensor_ranks()},
                                  {"stage", config.zero_optimization.stage},
                                  {"dtype", name_of(config.model_dtype())}};
-    classic_stream<std::ofstream>(path_in(run_.folder, kParityLayoutFile)) << layout.dump(2) << '\n';
+    classic_stream<std::ofstream>(parity_path(run_.folder, kParityLayoutFile)) << layout.dump(2) << '\n';
   }
   if (writes_lines(state)) {
-    lines_ = classic_stream<std::ofstream>(path_in(run_.folder, parity_losses_file(state.ranks.part->rank())));
+    lines_ = classic_stream<std::ofstream>(parity_path(run_.folder, parity_losses_file(state.ranks.part->rank())));
   }
 }
 
@@ -223,11 +205,11 @@ void ParityRecord::start(Engine& engine) {
 
 void ParityRecord::take_over_start(Engine& engine) {
   const at::NoGradGuard no_grad;
-  const SafetensorsFile weights(path_in(run_.like, parity_step_file(0)));
+  const SafetensorsFile weights(parity_path(run_.like, parity_step_file(0)));
   for (const auto& [name, parameter] : trained_parameters(state_)) {
     engine.safe_set_full_fp32_param(parameter, weights.tensor(kParityWeight + name).to(state_.ranks.device));
   }
-  const SafetensorsFile others(path_in(run_.like, kParityStartFile));
+  const SafetensorsFile others(parity_path(run_.like, kParityStartFile));
   for (const auto& [name, tensor] : other_tensors(state_)) tensor.copy_(others.tensor(name));
 }
 
@@ -239,7 +221,7 @@ void ParityRecord::write_start(Engine& engine) {
     headers.push_back({.name = name, .dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec()});
   }
   std::optional<SafetensorsWriter> file;
-  if (state_.ranks.world->rank() == 0) file.emplace(path_in(run_.folder, kParityStartFile), headers);
+  if (state_.ranks.world->rank() == 0) file.emplace(parity_path(run_.folder, kParityStartFile), headers);
   for (const auto& [name, tensor] : tensors) {
     const auto write = [&, &of = name, &values = tensor] {
       if (file) file->write(of, values.detach().contiguous());
@@ -264,7 +246,7 @@ void ParityRecord::open_file(int64_t step, bool with_gradients) {
     if (with_gradients) add(kParityGradient);
     add(kParityWeight);
   }
-  file_ = std::make_unique<SafetensorsWriter>(path_in(run_.folder, parity_step_file(step)), headers);
+  file_ = std::make_unique<SafetensorsWriter>(parity_path(run_.folder, parity_step_file(step)), headers);
 }
 
 void ParityRecord::write(Engine& engine, Kind kind) {
@@ -323,7 +305,7 @@ void ParityRecord::take_turn() {
   set_generators(state_, streams_[static_cast<size_t>(turn_)]);
 }
 
-// The program may have hours of training before it.
+// Ends the process here, because the program may have hours of training before it.
 void ParityRecord::end_process() {
   comm::largest_of_ranks(0, state_.ranks.device, *state_.ranks.world, "the end of a parity run");
   std::cout.flush();

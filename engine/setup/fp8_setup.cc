@@ -34,7 +34,7 @@ bool matches_any(const std::vector<std::string>& patterns, const std::vector<std
   });
 }
 
-// The Linear layers of the model by their names, those of all stages of a pipeline.
+// The names of each Linear layer of the model, on all stages of a pipeline.
 using LayerNames = std::vector<std::vector<std::string>>;
 
 std::string some_names(const LayerNames& layers) {
@@ -84,7 +84,7 @@ LayerNames names_of_stages(const ModelState& model, const std::vector<fp8::Named
   return result;
 }
 
-// A layer of two stages would have a history on each, of what that stage gives it.
+// Throws ConfigError for a chosen layer of two stages: it would have a history on each, of what that stage gives it.
 void require_on_one_stage(const LayerNames& layers, const config::Fp8Section& section) {
   std::set<std::string> seen;
   for (const std::vector<std::string>& names : layers) {
@@ -186,10 +186,10 @@ void require_fp8(const ModelState& model, const config::Fp8Section& section) {
 
 void set_up_fp8(ModelState& model, const config::Fp8Section& section) {
   const std::vector<fp8::NamedLinear> layers = chosen_layers(*model.module, section);
-  std::vector<std::string> names;
   check_on_all_ranks(model, [&] {
     for (const fp8::NamedLinear& layer : layers) require_dtype(layer);
   });
+  std::vector<std::string> names;
   for (const fp8::NamedLinear& layer : layers) names.push_back(layer.name());
   model.fp8 = std::make_shared<fp8::Scaling>(scaling_options(section), std::move(names), model.ranks.device);
   if (model.tensor) {

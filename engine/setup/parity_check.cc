@@ -1,13 +1,9 @@
 // engine::parity_check: both runs of `ds-launch parity` in one process.
 #include <torch/nn/module.h>
 
-#include <chrono>
-#include <cstdlib>
 #include <exception>
-#include <filesystem>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "comm/agreement.h"
@@ -15,7 +11,6 @@
 #include "core/check.h"
 #include "core/parity/parity_judge.h"
 #include "core/parity/recorded_run.h"
-#include "core/system_call.h"
 #include "dsengine/engine.h"
 #include "dsengine/initialize.h"
 #include "engine/engine_impl.h"
@@ -23,39 +18,20 @@
 namespace ds::engine {
 namespace {
 
-// The folder of both records, which rank 0 makes and removes.
-class SharedRecords {
- public:
-  SharedRecords(comm::Communicator& ranks, at::Device device) : is_first_(ranks.rank() == 0) {
-    std::exception_ptr failure;
-    try {
-      if (is_first_) make();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    comm::failed_rank(failure, device, ranks);
-    path_ = comm::text_of_first_rank(path_, device, ranks);
+// Makes the folder of both records on rank 0, which owns it; the others get null. Collective, and throws on all ranks.
+std::unique_ptr<RecordFolder> make_folder(comm::Communicator& ranks, at::Device device) {
+  std::unique_ptr<RecordFolder> folder;
+  std::exception_ptr failure;
+  try {
+    if (ranks.rank() == 0) folder = std::make_unique<RecordFolder>();
+  } catch (...) {
+    failure = std::current_exception();
   }
-  SharedRecords(const SharedRecords&) = delete;
-  SharedRecords& operator=(const SharedRecords&) = delete;
-  ~SharedRecords() {
-    std::error_code none;
-    if (is_first_) std::filesystem::remove_all(path_, none);
+  if (const auto other = comm::failure_of_ranks(failure, device, ranks)) {
+    throw IoError(cat("parity_check: rank ", other->rank, ": ", other->message));
   }
-  std::string of_ranks() const { return path_ + "/layout"; }
-  std::string of_one() const { return path_ + "/one_rank"; }
-
- private:
-  void make() {
-    path_ = (std::filesystem::temp_directory_path() / "ds-parity.XXXXXX").string();
-    require_system<IoError>(mkdtemp(path_.data()) != nullptr, "parity_check: ", path_, ": the folder cannot be made");
-    std::filesystem::create_directories(of_ranks());
-    std::filesystem::create_directories(of_one());
-  }
-
-  bool is_first_;
-  std::string path_;
-};
+  return folder;
+}
 
 // Makes the steps of one run and records them.
 void make_steps(Engine& engine, const ParityProgram& program, const ParityRun& run) {
@@ -106,15 +82,15 @@ ParityReport parity_check(const std::function<ParityProgram()>& make, int64_t st
   Initialized all = initialize(program.options);
   const std::shared_ptr<comm::Communicator> world = EngineAccess::impl_of(*all.engine).state.ranks.world;
   const at::Device device = all.engine->device();
-  const SharedRecords records(*world, device);
-  run.folder = records.of_ranks();
+  const std::unique_ptr<RecordFolder> folder = make_folder(*world, device);
+  run.folder = comm::text_of_first_rank(folder ? folder->of_run() : std::string(), device, *world);
   make_steps(*all.engine, program, run);
   all = {};
   program = {};
   ParityReport report;
   std::exception_ptr failure;
   try {
-    if (world->rank() == 0) report = report_of_first(make(), run, records.of_one(), device);
+    if (world->rank() == 0) report = report_of_first(make(), run, folder->of_reference(), device);
   } catch (...) {
     failure = std::current_exception();
   }

@@ -170,8 +170,9 @@ std::vector<ReplicaWatch::Comparison> comparisons_of(const ModelState& state) {
   return all;
 }
 
-constexpr char kError = 'E';    // the first letter of what a rank tells
-constexpr char kWarning = 'W';  // likewise
+// The first letter of the text that a rank tells says how serious the difference is.
+constexpr char kError = 'E';
+constexpr char kWarning = 'W';
 
 // Whether a comparison has found something: int64 [1] on the device. Collective over its ranks.
 at::Tensor problem_in(const ReplicaWatch::Comparison& comparison) {
@@ -185,7 +186,8 @@ at::Tensor problem_in(const ReplicaWatch::Comparison& comparison) {
   return largest.ne(smallest).any().to(at::kLong).view({1});
 }
 
-// "rank 3 has other values than ranks 0, 1 and 2": who is alone with what it has, or all, where nobody is.
+// Says which rank is alone with its number, "is on rank 3 another one than on the 3 ranks like rank 0", or, where most
+// ranks have no number in common, two ranks that differ.
 std::string odd_ranks(const std::vector<std::pair<int64_t, int64_t>>& number_of_rank) {
   std::map<int64_t, std::vector<int64_t>> ranks_with;
   for (const auto& [rank, number] : number_of_rank) ranks_with[number].push_back(rank);
@@ -207,7 +209,7 @@ std::string odd_ranks(const std::vector<std::pair<int64_t, int64_t>>& number_of_
 
 ReplicaWatch::ReplicaWatch(const ModelState& state, ModelConsistency& consistency, int64_t every)
     : state_(state), consistency_(consistency), every_(every) {
-  // Between meetings its ranks have weights of their own.
+  // Ranks of ZeroOneAdam have weights of their own between its meetings.
   if (state.optimizer.own && state.optimizer.own->name() == "ZeroOneAdam") every_ = 0;
   if (!state.plan.trains) every_ = 0;
 }

@@ -6,12 +6,10 @@
 // GPU: it reads the result in the next step.
 //
 // What is compared, to the bit:
-//  * among data-parallel ranks: parameters that each of them has in full (stages 0 to 2, and frozen ones there),
-//  masters
-//    at stage 0, and the statistics of BatchNorm layers that are computed over the ranks;
+//  * among data-parallel ranks: parameters that each has in full (stages 0 to 2, and frozen ones there), masters at
+//    stage 0, and the statistics of BatchNorm layers that are computed over the ranks;
 //  * among the copies of mics_shard_size: what ranks keep at the same place of each copy;
-//  * along a tensor axis: what is not split of parameters. Each rank computes it by itself, so a difference is a
-//  warning;
+//  * along a tensor axis: parameters that are not split. Each rank computes them, so a difference is a warning;
 //  * among stages of a pipeline: tied weights, but at stage 3;
 //  * on each rank: parameters of 16 bits and their masters, rounded.
 // Left out are masters in host memory and files, slices in files, and parameters under ZeroOneAdam, whose ranks step by

@@ -1,16 +1,13 @@
 #include "launcher/parity/parity_command.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <charconv>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <system_error>
 #include <utility>
 
 #include "core/check.h"
+#include "core/number_text.h"
 #include "core/parity/parity_judge.h"
 #include "core/parity/parity_names.h"
 #include "core/parity/recorded_run.h"
@@ -29,29 +26,24 @@ struct ParityOptions {
   Options launch;  // program, arguments and ranks
 };
 
-// Takes a flag of ours and its value out of `words`, which end before the program; empty: it is not there.
+// Takes a flag of this command and its value out of `words`, which end before the program. Returns "" where it is not
+// there.
 std::string take_flag(std::vector<std::string>& words, const std::string& flag) {
   for (size_t i = 0; i < words.size(); ++i) {
-    if (words[i].starts_with(flag + "=")) {
-      const std::string value = words[i].substr(flag.size() + 1);
-      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
-      return value;
-    }
-    if (words[i] != flag) continue;
-    require<ConfigError>(i + 1 < words.size(), flag, ": expected a value; ", kUsage);
-    const std::string value = words[i + 1];
+    const bool is_joined = words[i].starts_with(flag + "=");
+    if (!is_joined && words[i] != flag) continue;
+    require<ConfigError>(is_joined || i + 1 < words.size(), flag, ": expected a value; ", kUsage);
+    std::string value = is_joined ? words[i].substr(flag.size() + 1) : words[i + 1];
     const auto at = words.begin() + static_cast<std::ptrdiff_t>(i);
-    words.erase(at, at + 2);
+    words.erase(at, at + (is_joined ? 1 : 2));
     return value;
   }
   return {};
 }
 
 int64_t steps_of(const std::string& text) {
-  int64_t steps = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), steps);
-  require<ConfigError>(error == std::errc() && end == text.data() + text.size() && steps > 0,
-                       "--steps: expected a number of at least 1, found ", text);
+  const int64_t steps = parse_whole_number(text).value_or(0);
+  require<ConfigError>(steps > 0, "--steps: expected a number of at least 1, found ", text);
   return steps;
 }
 
@@ -64,7 +56,7 @@ void require_one_machine(const Options& options) {
                        "another launcher; compare on one machine, with as many ranks by --num_procs");
 }
 
-// What CLI11 takes for the program is the config; -- and the program are its arguments.
+// Parses a line as that of a job whose program is the config, and whose arguments are -- and the program.
 ParityOptions parse_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
   ParityOptions options;
   const auto marker = std::find(words.begin(), words.end(), "--");
@@ -93,40 +85,6 @@ ParityOptions parse_parity(const std::vector<std::string>& words, const std::vec
   options.launch.max_restarts = 0;
   return options;
 }
-
-std::string new_folder(const std::string& wanted) {
-  if (!wanted.empty()) {
-    std::filesystem::create_directories(wanted);
-    require<ConfigError>(std::filesystem::is_empty(wanted), "--folder: expected an empty folder, found files in ",
-                         wanted);
-    return std::filesystem::absolute(wanted).string();
-  }
-  std::string made = (std::filesystem::temp_directory_path() / "ds-parity.XXXXXX").string();
-  require<IoError>(mkdtemp(made.data()) != nullptr, made,
-                   ": the folder of the records cannot be made: ", std::strerror(errno));
-  return made;
-}
-
-// Removes the records at its end, unless they are to stay.
-class RecordFolder {
- public:
-  explicit RecordFolder(const std::string& wanted) : path_(new_folder(wanted)), stays_(!wanted.empty()) {
-    std::filesystem::create_directories(of_run());
-    std::filesystem::create_directories(of_reference());
-  }
-  RecordFolder(const RecordFolder&) = delete;
-  RecordFolder& operator=(const RecordFolder&) = delete;
-  ~RecordFolder() {
-    std::error_code none;
-    if (!stays_) std::filesystem::remove_all(path_, none);
-  }
-  std::string of_run() const { return path_ + "/layout"; }
-  std::string of_reference() const { return path_ + "/one_rank"; }
-
- private:
-  std::string path_;
-  bool stays_;
-};
 
 std::vector<std::string> with_variables(const std::vector<std::string>& environment,
                                         const std::vector<std::pair<const char*, std::string>>& variables) {

@@ -6,7 +6,8 @@
 // backward, have one scale. A tensor without a history is scaled by itself, where Transformer Engine begins with 1.
 //
 // Over a tensor axis ranks have parts of a layer's tensors, whose scale is that of the full tensor: ranks share the
-// amax of a step, and before the first step that of each tensor.
+// amax of a step, and before the first step that of each tensor. A weight that has outgrown its history is the
+// exception (Scaling::quantized()).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,7 +62,8 @@ class Scaling {
   at::Tensor scales(int64_t generation) const;
 
   // A matrix with one scale: that of `scales`, else its own. A weight whose largest is beyond what the scale takes has
-  // its own, too: a program may have changed it. `records`: its amax counts for later steps.
+  // its own, too: an update or a program may have changed it. Of a weight in parts, each rank looks at its part alone,
+  // so parts may have several scales then. `records`: its amax counts for later steps.
   Quantized quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales, bool records);
 
   // A layer is computed. The end of a step tells, in the log of rank 0 of its ranks, of layers that never were on that

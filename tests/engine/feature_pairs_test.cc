@@ -40,7 +40,7 @@ constexpr int kMicroBatches = 2;
 constexpr int kLosses = 3;  // before the first step, between the two, and after them
 constexpr int kDataRanks = 2;
 constexpr double kRate = 0.02;
-constexpr double kOwnRate = 0.5;  // a step of the rule of the program's has this length
+constexpr double kOwnRate = 0.5;  // the length of a step of the program's own rule
 
 enum class Kind { kStage, kOptimizer, kWrapper, kOther };
 
