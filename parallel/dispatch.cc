@@ -29,14 +29,14 @@ RuleTable all_rules() {
   return result;
 }
 
-// What the schema of an operator tells, and the rule for it.
+// The rule for an operator, and what its schema tells.
 struct KnownOperator {
   Rule rule;
   bool composite = false;
   bool copies = false;        // to(): a copy of another dtype, or on another device
   bool gives_memory = false;  // gives the tensor that it changes other memory, or asks whether that is possible
-  std::optional<int>
-      beta;  // the place of that argument (baddbmm, addmm, ...): at 0 the first operand may hold anything
+  // The place of the argument beta (baddbmm, addmm, ...). Where it is 0, the first operand may hold anything.
+  std::optional<int> beta;
 };
 
 KnownOperator look_up(const c10::OperatorHandle& op) {
@@ -101,7 +101,7 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return result;
 }
 
-// `beta`: KnownOperator::beta.
+// Whether the first operand may hold anything. `beta`: KnownOperator::beta.
 bool ignores_first(const Call& call, std::optional<int> beta) {
   return beta && call.argument(*beta).isScalar() && call.argument(*beta).toScalar().equal(0);
 }

@@ -40,7 +40,7 @@ auto with_place(const Place& place, const More& more, const Action& action) {
   }
 }
 
-// Does so with nothing behind the message.
+// Does the same with nothing behind the message.
 template <class Place, class Action>
 auto with_place(const Place& place, const Action& action) {
   return with_place(

@@ -27,7 +27,7 @@ struct TensorSplit {
   std::optional<Cut> cut;      // none: every rank has the full tensor, and a partial sum of its gradient
   bool operator==(const TensorSplit&) const = default;
 };
-// By tensor; empty for a plain one.
+// How each of several tensors is split; empty for a plain one.
 using TensorSplits = std::vector<std::optional<TensorSplit>>;
 
 // Replaces the split tensors by their parts, with the history of these, and returns how they were split. `axis`: the

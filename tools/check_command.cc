@@ -94,13 +94,13 @@ void count_tensor_traffic(const CheckOptions& options, Report& report) {
       per_token * static_cast<double>(*options.tokens) * static_cast<double>(report.config.gradient_accumulation_steps);
 }
 
-// The hosts, where the options tell them.
+// Returns the hosts, where the options tell them.
 std::optional<Machine> machine_of(const CheckOptions& options) {
   if (!options.ranks_per_node) return std::nullopt;
   return Machine{.ranks = options.world_size, .ranks_per_node = *options.ranks_per_node};
 }
 
-// What the options tell of the model and of the hosts.
+// Returns what the options tell of the model and of the hosts.
 engine::PlanFacts facts_of(const CheckOptions& options, const Report& report) {
   const int64_t stages = report.config.pipeline.stages.value_or(1);
   engine::PlanFacts facts{
@@ -187,7 +187,7 @@ std::string elastic_in_words(const Report& report) {
   return text + " ranks";
 }
 
-// Those of the config, and of the plan.
+// Returns the warnings of the config, and of the plan.
 std::vector<std::string> warnings_of(const Report& report) {
   std::vector<std::string> warnings = report.config.warnings;
   warnings.insert(warnings.end(), report.plan.warnings.begin(), report.plan.warnings.end());

@@ -91,7 +91,7 @@ std::string tensor_text(const Forecast& forecast) {
   return cat(" x tensor ", tensor, tensor_inside_node(forecast) ? " (each inside a node)" : " (across nodes)");
 }
 
-// Those of the config, and of the plan of the rank with most parameters.
+// Returns the warnings of the config, and of the plan of the rank with most parameters.
 std::vector<std::string> warnings_of(const Forecast& forecast) {
   std::vector<std::string> warnings = forecast.config.warnings;
   const std::vector<std::string>& of_plan = forecast.simulation.plan.warnings;
@@ -99,7 +99,7 @@ std::vector<std::string> warnings_of(const Forecast& forecast) {
   return warnings;
 }
 
-// The order of the axes, where there are several.
+// Returns the plan's words on the order of the axes; empty: there is one axis.
 std::string mesh_text(const Forecast& forecast) {
   for (const engine::PlanRow& row : forecast.simulation.plan.rows) {
     if (row.what == "mesh") return row.choice;

@@ -92,7 +92,7 @@ struct Simulation {
   double idle = 0;      // the share of the makespan in which ranks do not compute
   std::vector<PipeRank> pipe_ranks;
   int64_t node_sent = 0;  // bytes in a step from the node that sends most to others; 0: all is on one node
-  // The same along each axis alone; the nodes may be different ones.
+  // The bytes from the node that sends most along each axis alone; the nodes may be different ones.
   struct AxisBytes {
     int64_t pipeline = 0;  // with the gradients of tied weights
     int64_t tensor = 0;

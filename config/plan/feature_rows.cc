@@ -14,7 +14,7 @@ std::string hosts_of_axis(const PlanFacts& facts, int64_t ranks) {
   return *facts.tensor_inside_host ? "each axis lies inside a host" : "axes lie across hosts";
 }
 
-// Says how many neighbours on an axis are how far apart, from rank 0 on: "0 and 2", "0 to 3", "0 to 12 by 4".
+// Names the ranks of the axis that begins at rank 0, `stride` apart: "0 and 2", "0 to 3", "0 to 12 by 4".
 std::string ranks_of_axis(int64_t size, int64_t stride) {
   if (size == 2) return cat("0 and ", stride);
   return cat("0 to ", (size - 1) * stride, stride > 1 ? cat(" by ", stride) : "");
@@ -99,7 +99,7 @@ void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Pla
     plan.warnings.push_back(
         cat("tensor_parallel.autotp_size: ", ranks, ": the ", ranks, " ranks of a tensor axis are on several hosts",
             facts.tensor_leaves_host.empty() ? "" : cat(" (", facts.tensor_leaves_host, ")"),
-            ", and the sums of every layer go between them; choose a size that divides the ranks ", "of a host"));
+            ", and the sums of every layer go between them; choose a size that divides the ranks of a host"));
   }
   for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
   if (plan.tensor.split_parameters && plan.parameters) {

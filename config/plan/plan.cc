@@ -6,6 +6,7 @@
 #include "config/plan/plan_rows.h"
 #include "config/supported.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "optim/optimizer_table.h"
 #include "pipeline/schedule/schedule.h"
 
@@ -32,7 +33,10 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
                        "data_parallel_size: expected ", topology.dp, ", the ranks that run, found ",
                        config.data_parallel_size.value_or(0), "; remove the key or start ",
-                       config.data_parallel_size.value_or(0) * topology.pipe * topology.tensor, " ranks");
+                       fixed(static_cast<double>(config.data_parallel_size.value_or(0)) *
+                                 static_cast<double>(topology.pipe * topology.tensor),
+                             0),
+                       " ranks");
   require<ConfigError>(
       config.gradient_clip_by_value == 0 || config.gradient_clipping == 0 || !config.given("gradient_clipping"),
       "gradient_clip_by_value: ", config.gradient_clip_by_value,

@@ -27,7 +27,7 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
 // Names the first ranks of a tensor axis that are on different hosts; empty: each axis lies inside a host. Collective.
 std::string tensor_crossing(const Ranks& ranks);
 
-// Of a plan.
+// Returns the sizes of the axes that `ranks` are on, for a plan.
 Topology topology_of(const Ranks& ranks, int ranks_per_host);
 
 }  // namespace ds::engine

@@ -65,7 +65,8 @@ GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>&
   return parts;
 }
 
-// Of tables whose rows travel alone; empty without sparse_gradients. Those of row-wise ones do so without it.
+// Returns the widths of tables whose rows travel alone; empty without sparse_gradients. The rows of row-wise tables do
+// so without it.
 std::vector<int64_t> widths_of_tables(const ModelState& model, const std::vector<int64_t>& row_widths) {
   if (!model.plan.sparse_gradients) return {};
   std::vector<int64_t> widths = table_widths(*model.module, model.parameters);

@@ -59,15 +59,15 @@ std::vector<NamedShape> shapes_of_model(const torch::nn::Module& module, const R
   return shapes;
 }
 
-// Those of them that this rank's stages lack.
+// Returns those of `shapes`, the whole model's parameters, that this rank's stages lack.
 std::vector<NamedShape> shapes_elsewhere(std::vector<NamedShape> shapes, const torch::nn::Module& module) {
   const auto own = module.named_parameters();
   std::erase_if(shapes, [&](const NamedShape& shape) { return own.contains(shape.name); });
   return shapes;
 }
 
-// The program's, and what modules declare themselves; without any of the program's also those of the config, for
-// `shapes`, the whole model's.
+// Returns the program's rules, and those that modules declare themselves; without any of the program's also those of
+// the config, for `shapes`, the whole model's.
 SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& config,
                     const std::vector<NamedShape>& shapes) {
   SplitRules result{.rules = options.split, .warnings = {}};
@@ -192,12 +192,12 @@ class Values {
   StartFiles& files_;
 };
 
-// What is split of the layers of this rank, and of those that other stages have.
+// The plans for the layers of this rank, and for those that other stages have.
 struct PlannedSplits {
   parallel::SplitPlan own, elsewhere;
 };
 
-// Throws on all ranks where one of them cannot plan. Collective over all ranks.
+// Plans how layers are split. Throws on all ranks where one of them cannot plan. Collective over all ranks.
 PlannedSplits plan_splits_of(const Ranks& ranks, const InitializeOptions& options, const config::DsConfig& config,
                              const StartFiles& files) {
   const torch::nn::Module& module = *options.model;

@@ -33,8 +33,8 @@ constexpr double kRounding = 1e-5;
 struct DigestPlace {
   enum : int64_t { kHas, kDigest, kSum, kMagnitude, kGiven, kPlaces };
 };
-// The places of their sums: behind them digest and sum once more, with factors that add up to nothing over the ranks of
-// a tensor axis.
+// The places of the sums over ranks: those of DigestPlace, then digest and sum once more, with factors that add up to
+// nothing over the ranks of a tensor axis.
 struct SumPlace {
   enum : int64_t { kAxisDigest = DigestPlace::kPlaces, kAxisSum, kPlaces };
 };
@@ -67,11 +67,6 @@ at::Tensor numbers_of(const std::vector<at::Tensor>& tensors) {
 
 bool differ_beyond_rounding(double digests, double sums, double magnitude) {
   return digests != 0 || std::abs(sums) > kRounding * magnitude;
-}
-
-bool numbers_differ(const double* difference) {
-  return differ_beyond_rounding(difference[DigestPlace::kDigest], difference[DigestPlace::kSum],
-                                difference[DigestPlace::kMagnitude]);
 }
 
 // The numbers that a rank tells of one kind of one micro-batch, once ranks differ.
@@ -157,7 +152,10 @@ std::optional<MicroBatchDigests::Difference> MicroBatchDigests::first_difference
   for (size_t i = 0; i < rows_.size(); ++i) {
     // The last stage reads no inputs. Where labels are the same, it may have drawn inputs of its own.
     if (i % kKinds == 0 && compared(i + 1)) continue;
-    if (compared(i) && numbers_differ(row(i))) return Difference{.row = i};
+    if (compared(i) && differ_beyond_rounding(row(i)[DigestPlace::kDigest], row(i)[DigestPlace::kSum],
+                                              row(i)[DigestPlace::kMagnitude])) {
+      return Difference{.row = i};
+    }
   }
   return std::nullopt;
 }

@@ -37,7 +37,7 @@ class MicroBatchDigests {
   // Whether a first and a last stage differ, or ranks of a tensor axis, by the sums over all ranks, which are on the
   // host.
   bool differ(const at::Tensor& sums) const { return first_difference(sums).has_value(); }
-  // Whether ranks of a tensor axis do: an update leaves them with parts of different models.
+  // Whether ranks of one tensor axis differ: an update leaves them with parts of different models.
   bool differ_along_axis(const at::Tensor& sums) const;
   // Throws UsageError where differ(): names the ranks and the micro-batch. `pipeline`: the number of this rank's
   // pipeline. Collective over `world`, all ranks, which have the same sums. `outcome`: a sentence for the end.

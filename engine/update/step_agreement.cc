@@ -323,7 +323,6 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
   }
   if (changes_differ) {
-    parted = true;
     explain(
         "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
         "the same values on every rank, or change them in a scope of engine->gathered_parameters(parameters, "

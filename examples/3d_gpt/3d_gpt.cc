@@ -10,10 +10,9 @@
 //     stage 0        rank 0    rank 1      rank 2    rank 3
 //     stage 1        rank 4    rank 5      rank 6    rank 7
 //
-// * The pipe axis, "pipeline.stages": ranks 0 and 4 have different layers of one model. Rank 0 sends activations to
-// rank
-//   4, which sends their gradients back: once for each micro-batch, few bytes. It is the outermost axis, whose ranks
-//   may lie on different hosts.
+// * The pipe axis, "pipeline.stages": ranks 0 and 4 have different layers of one model. Rank 0 sends
+//   activations to rank 4, which sends their gradients back: once for each micro-batch, few bytes. It is the outermost
+//   axis, whose ranks may lie on different hosts.
 // * The data axis, all ranks that the other two leave: ranks 0 and 2 have the same layers and train on other samples.
 //   Their gradients are added once a step, and with "zero_optimization.stage" 1 each keeps half of the optimizer's
 //   state.
@@ -112,7 +111,7 @@ struct Positions : torch::nn::Module {
   at::Tensor weight = register_parameter("weight", 0.02 * at::randn({kTime, kHidden}));
 };
 
-// The table of bytes, small, so that the first scores of the head are about equal.
+// Makes the table of bytes, with values so small that the first scores of the head are about equal.
 std::shared_ptr<torch::nn::EmbeddingImpl> make_table() {
   const Embedding table(kVocab, kHidden);
   const at::NoGradGuard no_grad;

@@ -146,8 +146,7 @@ bool train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& optio
 }
 
 // Returns the exit code.
-int train(const GptOptions& given) {
-  GptOptions options = given;
+int train(GptOptions options) {
   if (!options.pipeline_stages) options.pipeline_stages = stages_of_config(options);
   const std::unique_ptr<MetricsFile> metrics = open_outputs(options);
   TextCorpus corpus = TextCorpus::open_or_default(options.data);

@@ -184,6 +184,9 @@ TEST(CheckCommand, AxesHaveToMultiplyToTheRanks) {
   std::string with_size = kThreeAxes;
   with_size.insert(1, "\"data_parallel_size\": 4, ");
   EXPECT_THAT(refusal(with_size, 8), HasSubstr("expected 2, the ranks that run, found 4; remove the key or start 16"));
+  with_size.replace(with_size.find(": 4,"), 4, ": 9223372036854775807,");
+  EXPECT_THAT(refusal(with_size, 8),
+              HasSubstr("found 9223372036854775807; remove the key or start 36893488147419103232"));
 }
 
 // What only the plan finds out begins with the file too.
