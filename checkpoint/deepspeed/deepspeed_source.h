@@ -8,9 +8,9 @@
 
 namespace ds::checkpoint {
 
-// `folder`: one tag (<save_dir>/<tag>). Written by Adam or AdamW, by any number of data-parallel
-// ranks, stages of a pipeline and model-parallel ranks (joined_layout.h); no experts. Files are mapped, so only what is
-// read is loaded. Paths:
+// `folder`: one tag (<save_dir>/<tag>). Written by Adam or AdamW, by any number of data-parallel ranks, stages
+// of a pipeline and model-parallel ranks (joined_layout.h); no experts. Files are mapped, so only what is read is
+// loaded. Paths:
 //
 //   weights/<name>               float32 masters of what was trained; frozen ones as the module had them
 //   buffers/<name>

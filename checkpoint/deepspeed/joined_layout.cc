@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "checkpoint/deepspeed/pipeline_layers.h"
 #include "core/check.h"
@@ -29,10 +28,9 @@ bool has_nothing(const PickleField& field) {
 std::string folder_of(const std::string& path) { return path.substr(0, path.rfind('/') + 1); }
 std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// DeepSpeed's PipelineModule registers tied layers under this name, dsengine's under their key alone.
+// Returns the name in dsengine's PipelineModule, which registers tied layers under their key alone.
 std::string without_tie(const std::string& name) {
-  constexpr std::string_view kOfDeepSpeed = "tied_modules.";
-  return name.starts_with(kOfDeepSpeed) ? name.substr(kOfDeepSpeed.size()) : name;
+  return name.starts_with(kTiedModules) ? name.substr(kTiedModules.size()) : name;
 }
 
 std::string shown(const std::vector<std::vector<int64_t>>& sizes) {
@@ -52,7 +50,8 @@ std::optional<std::vector<int64_t>> joined_sizes(const std::vector<std::vector<i
   return whole;
 }
 
-// The file of a layer by the number in a name; of tied layers, which have none, any.
+// Returns, for messages, the path of a rank's file of the layer whose number begins the name in `path`. Names of tied
+// layers have no number: for these a pattern of all such files.
 std::string layer_file(const SavedFolder& folder, size_t rank, const std::string& path) {
   const std::string name = name_of(path);
   for (const auto& [layer, files] : folder.layers) {

@@ -3,22 +3,19 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "core/check.h"
 
 namespace ds::checkpoint {
 namespace {
 
-constexpr std::string_view kTied = "tied_modules.";
-
 std::string name_in_layer(int layer, const std::string& name) { return cat(layer, ".", name); }
-std::string name_in_tie(const std::string& key, const std::string& name) { return cat(kTied, key, ".", name); }
+std::string name_in_tie(const std::string& key, const std::string& name) { return cat(kTiedModules, key, ".", name); }
 
 // "embed" of "tied_modules.embed.weight"; empty for other names.
 std::string key_in(const std::string& name) {
-  if (!name.starts_with(kTied)) return {};
-  const std::string rest = name.substr(kTied.size());
+  if (!name.starts_with(kTiedModules)) return {};
+  const std::string rest = name.substr(kTiedModules.size());
   return rest.substr(0, rest.find('.'));
 }
 

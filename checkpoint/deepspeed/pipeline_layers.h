@@ -7,6 +7,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "checkpoint/deepspeed/layout.h"
@@ -14,6 +15,9 @@
 #include "checkpoint/pickle/torch_archive.h"
 
 namespace ds::checkpoint {
+
+// DeepSpeed's PipelineModule registers tied layers under this and their key.
+inline constexpr std::string_view kTiedModules = "tied_modules.";
 
 // A file names a tensor as its layer does ("weight"), the module by the layer's number ("3.weight") or, in a tied
 // layer, by its key ("tied_modules.embed.weight"), which the file does not say. A tied layer is told by its values.

@@ -13,7 +13,7 @@
 
 namespace ds::checkpoint {
 
-// Those of one model-parallel rank.
+// The opened files of one model-parallel rank.
 struct SavedCheckpoint {
   SavedFiles files;
   std::vector<std::shared_ptr<TorchArchive>> models;  // the opened files.model_states, by rank

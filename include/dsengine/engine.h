@@ -226,8 +226,8 @@ class Engine {
   // Lets rank 0 write full parameters (under all names) and buffers in the model's dtype to folder/filename, a
   // safetensors file, one parameter at a time; makes a missing folder. Returns the path. Collective; when the file
   // cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file stays. At stage 3
-  // throws UsageError unless stage3_gather_16bit_weights_on_model_save is true. `from`, on rank 0: the values to write,
-  // as averaged weights, for all parameters and any buffers; UsageError for a missing or unknown name or shape.
+  // throws UsageError unless stage3_gather_16bit_weights_on_model_save is true. `from`, on each stage's first rank: its
+  // values to write, as averaged weights: all parameters, any buffers; UsageError for a wrong or missing name or shape.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false,
                                const std::optional<StateDict>& from = std::nullopt);

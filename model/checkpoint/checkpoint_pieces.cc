@@ -53,7 +53,7 @@ BucketRange written_range(const ModelState& state, const HostFolders& folders, s
   return range;
 }
 
-// Whether all ranks of a tensor axis have it.
+// Whether each rank of a tensor axis has the full parameter.
 bool is_whole(const zero::Parameter& parameter) { return parameter.part == nullptr; }
 
 // Whether the folder gets a tied weight from an earlier stage than this rank's. `tie`: the weight's place in

@@ -182,8 +182,8 @@ class WeightFile {
       for (const std::string& name : names) values.emplace(name, value);
     }
     std::sort(missing.begin(), missing.end());
-    require(missing.empty(), "save_16bit_model: from: expected, on rank 0, values of all ", names_.size(),
-            " parameters that the file gets, found none of ", missing.size(), ", the first of them ",
+    require(missing.empty(), "save_16bit_model: from: expected, on the first rank with these layers, values of all ",
+            names_.size(), " parameters that the file gets, found none of ", missing.size(), ", the first of them ",
             lazy([&] { return missing.front(); }));
     return values;
   }
@@ -209,8 +209,8 @@ void for_each_master(const ModelState& state, const FileTensors& tensors,
   }
 }
 
-// Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
-// buckets may be others.
+// Writes full parameters as they come, and then joins parts, in module order, which ranks of a tensor axis share: their
+// buckets may differ.
 void write_parameters(const ModelState& state, const FileTensors& tensors, std::optional<WeightFile>& file) {
   // The parameters that were gathered, by identity of what is trained: copies of parts, on the host, where they are
   // joined; undefined tensors for all others.
@@ -338,7 +338,12 @@ std::vector<checkpoint::ModuleTensor> of_all_stages(const ModelState& state,
       tensors.push_back({one.name, values.to(at::kCPU), one.is_buffer});
     });
   } else {
-    for (const auto& one : tensors) stages.send(one.name, one.values);
+    try {
+      for (const auto& one : tensors) stages.send(one.name, one.values);
+    } catch (...) {
+      stages.give_up();
+      throw;
+    }
   }
   return tensors;
 }

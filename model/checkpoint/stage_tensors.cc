@@ -4,9 +4,11 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <utility>
 
 #include "checkpoint/module_file.h"
 #include "comm/agreement.h"
@@ -60,29 +62,34 @@ StageTensors::StageTensors(const ModelState& state, const std::vector<StageTenso
     }
   }
   first_of_.push_back(all_.size());
+  unsent_ = is_first() ? 0 : given.size();
 }
 
-// As bytes, since the tensor may be of any dtype.
-void StageTensors::send(const std::string& name, const at::Tensor& values) const {
+// Sends bytes, since the tensor may be of any dtype. What may fail on this rank alone comes before the number: behind
+// it the first rank waits for the bytes.
+void StageTensors::send(const std::string& name, const at::Tensor& values) {
   if (state_.is_copy(name)) return;
   const size_t place = place_.at(name);
   const StageTensor& announced = all_[place];
   require(values.scalar_type() == announced.dtype && values.sizes() == c10::IntArrayRef(announced.sizes), name,
           ": expected a tensor of shape ", c10::IntArrayRef(announced.sizes), " and type ", announced.dtype, ", found ",
           describe(values));
+  const at::Tensor flat = values.detach().to(state_.ranks.device).contiguous().view({-1});
   send_number(state_, static_cast<int64_t>(place));
-  if (values.numel() == 0) return;
-  const at::Tensor bytes = values.detach().to(state_.ranks.device).contiguous().view({-1}).view(at::kByte);
-  state_.pipeline->ranks->isend(bytes, 0, 0, name).wait();
+  if (flat.numel() > 0) state_.pipeline->ranks->isend(flat.view(at::kByte), 0, 0, name).wait();
+  --unsent_;
 }
 
-void StageTensors::give_up() const { send_number(state_, kGivenUp); }
+void StageTensors::give_up() {
+  if (std::exchange(unsent_, 0) > 0) send_number(state_, kGivenUp);
+}
 
 void StageTensors::receive(const std::function<void(const StageTensor&, const at::Tensor&)>& take) const {
   comm::Communicator& ranks = *state_.pipeline->ranks;
   const auto options = at::TensorOptions().device(state_.ranks.device);
   const at::Tensor number = at::empty({1}, options.dtype(at::kLong));
   int failed = -1;
+  std::exception_ptr failure;  // of `take`
   for (int rank = 1; rank < ranks.size(); ++rank) {
     const auto index = static_cast<size_t>(rank);
     for (size_t left = first_of_[index + 1] - first_of_[index]; left > 0; --left) {
@@ -95,9 +102,15 @@ void StageTensors::receive(const std::function<void(const StageTensor&, const at
       const StageTensor& tensor = all_.at(static_cast<size_t>(place));
       const at::Tensor values = at::empty(tensor.sizes, options.dtype(tensor.dtype));
       if (values.numel() > 0) ranks.irecv(values.view({-1}).view(at::kByte), rank, 0, tensor.name).wait();
-      take(tensor, values);
+      if (failure) continue;
+      try {
+        take(tensor, values);
+      } catch (...) {
+        failure = std::current_exception();
+      }
     }
   }
+  if (failure) std::rethrow_exception(failure);
   require<IoError>(failed < 0, "rank ", failed, " of the pipeline could not give its tensors, its message says why");
 }
 

@@ -35,11 +35,12 @@ class StageTensors {
   bool is_first() const { return state_.pipeline_rank() == 0; }
 
   // On the other ranks: sends a tensor of `own`, on any device. Every one of them is sent once, in any order.
-  void send(const std::string& name, const at::Tensor& values) const;
-  // On the other ranks: sends no more, for this rank has failed.
-  void give_up() const;
-  // On the first rank: hands over what the others send, on this rank's device. Throws IoError, after all others are
-  // through, where one has given up.
+  void send(const std::string& name, const at::Tensor& values);
+  // On the other ranks: tells the first rank that no more tensors come, for this rank has failed. Without effect where
+  // all are sent, since the first rank then listens no more.
+  void give_up();
+  // On the first rank: hands over what the others send, on this rank's device. Where `take` throws, or another rank
+  // has given up, receives from all others to the end, and then throws what `take` has thrown, or IoError.
   void receive(const std::function<void(const StageTensor& tensor, const at::Tensor& values)>& take) const;
 
  private:
@@ -47,6 +48,7 @@ class StageTensors {
   std::vector<StageTensor> all_;
   std::vector<size_t> first_of_;                   // by rank: the place in all_ where its tensors begin; then the end
   std::unordered_map<std::string, size_t> place_;  // of each name in all_
+  size_t unsent_ = 0;                              // on the other ranks: the tensors that are not sent yet
 };
 
 // Returns the names of the modules of all stages that have no tensors. Collective over the ranks of the pipeline.

@@ -48,7 +48,7 @@ void lay_out_rows(const std::vector<int64_t>& widths, BucketOptions& options) {
 
 RowTables::RowTables(const ModelState& model) : reads_(model.gatherer->buckets(), *model.ranks.groups.parameters) {
   for (size_t b = 0; b < model.buckets.size(); ++b) {
-    if (!model.is_row_wise(b)) continue;
+    if (!model.is_row_wise(b) || !model.buckets[b].sharded()) continue;
     tables_.push_back(
         std::make_shared<const layers::ReadRows>([this, b](const at::Tensor& rows) { return reads_.read(b, rows); }));
     layers::read_by_rows(model.buckets[b].parameters().front().tensor, tables_.back());

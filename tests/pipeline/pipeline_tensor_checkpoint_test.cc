@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
@@ -79,13 +80,20 @@ TEST(PipelineTensorCheckpoint, FilesOfWeightsHaveAllStages) {
       const test::ScratchFolder folder;
       SplitJob job = job_of({.pipe = 2, .tensor = 2}, stage, tied);
       job.more = {{"zero_optimization", {{"stage3_gather_16bit_weights_on_model_save", true}}}};
-      run_split(job, [&](engine::Engine& engine, comm::Communicator&) {
+      run_split(job, [&](engine::Engine& engine, comm::Communicator& world) {
         engine.save_16bit_model(folder.path().string(), "model.safetensors");
         engine.save_weights((folder.path() / "some.safetensors").string(), {.names = {"h.*.wide.*"}});
         EXPECT_THAT([&] { engine.save_weights((folder.path() / "none").string(), {.names = {"nobody.*"}}); },
                     testing::ThrowsMessage<UsageError>(testing::HasSubstr("nobody")));
         engine.save_fp32_model(folder.path().string(), "model.pt");
+        // Values that the later stage lacks, or that fit no stage: all ranks throw, and none waits for another.
+        engine::StateDict given = engine.module_state_dict();
+        if (world.rank() != 0) given.clear();
+        for (const engine::StateDict& from : {given, engine::StateDict{{"nobody", torch::zeros({1})}}}) {
+          EXPECT_ANY_THROW(engine.save_16bit_model(folder.path().string(), "never.safetensors", false, from));
+        }
       });
+      EXPECT_FALSE(std::filesystem::exists(folder.path() / "never.safetensors"));
       const auto whole = job.make();
       whole->build({});
       const SafetensorsFile model((folder.path() / "model.safetensors").string());

@@ -31,7 +31,7 @@ class ParameterAccess {
   virtual void end_pass() = 0;
   // Called in an update, when this rank's slice of `bucket` has its new values.
   virtual void updated(size_t bucket) = 0;
-  // The same of a bucket that is a row-wise table, of which this rank has updated only these rows of its slice: [k]
+  // Called in place of updated() for a row-wise table, of which this rank has updated only these rows of its slice: [k]
   // int64, from the slice's first row. Collective over the ranks that share the bucket. Where it is sharded, its rows
   // stay with the rank that has updated them, as by updated().
   virtual void updated_rows(size_t bucket, const at::Tensor& /*rows*/) { updated(bucket); }

@@ -14,9 +14,10 @@
 
 namespace ds::zero {
 
-// What GradientBuffer, a reduction and ReducedSum are for other buckets. Every rank gets the rows of all ranks or,
-// where the table is sharded, those of its slice alone, and adds them in the order of the ranks, so that all that have
-// a row have the same bits. Not thread safe. The caller turns autograd off.
+// Collects, reduces and sums the gradient of a table, as GradientBuffer, a reduction and ReducedSum do for other
+// buckets. Every rank gets the rows of all ranks or, where the table is sharded, those of its slice alone, and adds
+// them in the order of the ranks, so that all that have a row have the same bits. Not thread safe. The caller turns
+// autograd off.
 class RowGradient {
  public:
   // All arguments outlive it. `bucket`: its number.
