@@ -45,13 +45,6 @@ double float_of(const json& value) {
   return std::numeric_limits<double>::quiet_NaN();
 }
 
-// What Python makes of a number where an operator takes a tensor.
-at::Tensor wrapped_number(const c10::IValue& value) {
-  at::Tensor result = c10::scalar_to_tensor(value.toScalar());
-  result.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return result;
-}
-
 // Where an argument goes: what the schema declares, without the "optional" around it.
 struct Place {
   const ArgumentContext& context;
@@ -94,7 +87,7 @@ Argument tensors(const Place& place, const json& value) {
 
 // One number, whatever the schema wants of it.
 Argument scalar(const Place& place, const c10::IValue& value) {
-  if (place.wants(c10::TypeKind::TensorType)) return constant(wrapped_number(value));
+  if (place.wants(c10::TypeKind::TensorType)) return constant(at::native::wrapped_scalar_tensor(value.toScalar()));
   if (is_kind(place.element, c10::TypeKind::FloatType))
     return constant(c10::List<double>({value.toScalar().toDouble()}));
   if (place.element != nullptr && value.isInt()) return constant(c10::List<int64_t>({value.toInt()}));
@@ -104,7 +97,7 @@ Argument scalar(const Place& place, const c10::IValue& value) {
 Argument whole(const Place& place, const json& value) { return scalar(place, value.get<int64_t>()); }
 Argument real(const Place& place, const json& value) { return scalar(place, float_of(value)); }
 Argument truth(const Place& place, const json& value) {
-  return place.wants(c10::TypeKind::TensorType) ? constant(wrapped_number(value.get<bool>()))
+  return place.wants(c10::TypeKind::TensorType) ? constant(at::native::wrapped_scalar_tensor(value.get<bool>()))
                                                 : constant(value.get<bool>());
 }
 

@@ -37,6 +37,13 @@ std::string in_words(const c10::IValue& value) {
   return cat(value);
 }
 
+// Whether a caller's value is the one that was exported; a number may be of another type.
+bool is_baked_value(const c10::IValue& baked, const c10::IValue& given) {
+  if (baked.isNone() || given.isNone()) return baked.isNone() && given.isNone();
+  if (baked.isScalar() && given.isScalar()) return baked.toScalar().equal(given.toScalar().toDouble());
+  return baked.tagKind() == given.tagKind() && baked == given;
+}
+
 // Checks the sizes of all inputs of one call against one another.
 class SizeCheck {
  public:
@@ -122,11 +129,7 @@ void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ExportedInput& input = program.inputs[i];
     if (!input.is_tensor) {
-      const bool equal = input.value.isNone() || inputs[i].isNone() ? input.value.isNone() && inputs[i].isNone()
-                         : input.value.isScalar() && inputs[i].isScalar()
-                             ? input.value.toScalar().equal(inputs[i].toScalar().toDouble())
-                             : input.value.tagKind() == inputs[i].tagKind() && input.value == inputs[i];
-      require(equal, "forward: \"", input.name, "\" was ", in_words(input.value),
+      require(is_baked_value(input.value, inputs[i]), "forward: \"", input.name, "\" was ", in_words(input.value),
               " when the model was exported, which is baked; found ", in_words(inputs[i]),
               ". Export the model once more with that value, or make it a tensor");
       continue;

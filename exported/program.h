@@ -82,7 +82,8 @@ struct LiftedTensor {
 // Where an input of the main graph comes from.
 struct InputSource {
   bool is_lifted = false;
-  size_t index = 0;  // in Program::lifted, or in Program::inputs
+  size_t index = 0;         // in Program::lifted, or in Program::inputs
+  bool is_written = false;  // by one of Program::mutations
 };
 
 // An output of the main graph that is written to a tensor after the run.

@@ -1,6 +1,4 @@
 // ds-tool checkpoint inspect model.pt2: a model that Python's torch.export has written.
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -13,6 +11,8 @@
 #include "core/shown_text.h"
 #include "dsengine/exported_model.h"
 #include "exported/archive.h"
+#include "exported/graph_reader.h"
+#include "exported/number_functions.h"
 #include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/text_columns.h"
 
@@ -39,13 +39,10 @@ void count_operators(const nlohmann::json& graph, std::map<std::string, int64_t>
 // Whether LibTorch, or a library in this process, has an operator "aten.linear.default". Functions of numbers and
 // operators of higher order are the loader's own.
 bool is_registered(const std::string& name) {
-  const size_t op = name.find('.'), overload = name.rfind('.');
-  if (op == overload || name.starts_with('_') || name.starts_with(kHigherOrder)) return true;
-  const std::string last = name.substr(overload + 1);
-  return c10::Dispatcher::singleton()
-      .findSchema({cat(name.substr(0, op), "::", name.substr(op + 1, overload - op - 1)),
-                   last == "default" ? std::string() : last})
-      .has_value();
+  if (name.find('.') == name.rfind('.') || exported::is_number_function(name) || name.starts_with(kHigherOrder)) {
+    return true;
+  }
+  return exported::registered_operator(name).has_value();
 }
 
 std::string words_of(const ExportedSize& size) {
