@@ -13,14 +13,14 @@
 
 #include "core/check.h"
 #include "core/shown_text.h"
-#include "exported/schema_types.h"
+#include "exported/archive.h"
 
 namespace ds::exported {
 namespace {
 
 using nlohmann::json;
 
-// Without the "optional" around it.
+// Returns the type without the "optional" around it.
 const c10::Type* bare_type(const c10::Type* type) {
   if (type == nullptr) return nullptr;
   const auto* optional = type->castRaw<c10::OptionalType>();
@@ -45,7 +45,7 @@ double float_of(const json& value) {
   return std::numeric_limits<double>::quiet_NaN();
 }
 
-// Where an argument goes: what the schema declares, without the "optional" around it.
+// The place that an argument goes to: the type that the schema declares, without the "optional" around it.
 struct Place {
   const ArgumentContext& context;
   const c10::Type* type = nullptr;

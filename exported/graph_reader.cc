@@ -50,7 +50,7 @@ struct HigherOrder {
   std::vector<size_t> graphs;  // which of them are graphs
 };
 
-// Empty: the target is another kind of operator. Throws IoError for one that is not run.
+// Returns nothing for a target that is no operator of higher order. Throws IoError for one that is not run.
 std::optional<HigherOrder> higher_order(const std::string& target) {
   if (!target.starts_with("higher_order.")) return std::nullopt;
   if (target == "higher_order.wrap_with_set_grad_enabled") return HigherOrder{Node::Kind::kSetGrad, 2, {1}};

@@ -49,7 +49,7 @@ class SizeCheck {
  public:
   explicit SizeCheck(const Program& program) : program_(program) {}
 
-  // Fixed sizes, ranges, and plain symbols, which have to be the same wherever they are.
+  // Checks fixed sizes, ranges, and plain symbols, which have to be the same wherever they are.
   void bind(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
       const ExportedSize& size = input.sizes[d];
@@ -68,7 +68,7 @@ class SizeCheck {
     }
   }
 
-  // What is computed from symbols, once bind() has seen all inputs.
+  // Checks sizes that are computed from symbols. It is called when bind() has seen all inputs.
   void check_expressions(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
       const auto found = program_.expressions.find(input.sizes[d].symbol);

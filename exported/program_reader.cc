@@ -12,7 +12,6 @@
 #include "core/shown_text.h"
 #include "exported/argument_reader.h"
 #include "exported/graph_reader.h"
-#include "exported/schema_types.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
 

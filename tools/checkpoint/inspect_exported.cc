@@ -24,7 +24,7 @@ using nlohmann::ordered_json;
 
 constexpr std::string_view kOperators = "torch.ops.", kHigherOrder = "higher_order.";
 
-// How often each operator is called, in the graph and in those that its nodes have as arguments.
+// Counts the calls of each operator, in the graph and in those that its nodes have as arguments.
 void count_operators(const nlohmann::json& graph, std::map<std::string, int64_t>& counts) {
   for (const nlohmann::json& node : graph.at("nodes")) {
     const auto target = node.at("target").get<std::string>();
@@ -77,7 +77,7 @@ ordered_json tensor_kinds(const StoredTensors& tensors) {
   return result;
 }
 
-// Names that are the same elements as an earlier one.
+// Returns the names whose tensor is that of an earlier name, each with the earlier name.
 ordered_json tied_of(const StoredTensors& tensors) {
   ordered_json result = ordered_json::object();
   for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
