@@ -15,7 +15,6 @@
 #include "core/json/parse_json.h"
 #include "core/listed.h"
 #include "core/shown_text.h"
-#include "exported/schema_types.h"
 
 namespace ds::exported {
 namespace {
@@ -24,6 +23,8 @@ constexpr const char* kSave = "torch.export.save(torch.export.export(model, inpu
 constexpr std::string_view kFormat = "archive_format";
 constexpr std::string_view kModels = "models/";
 constexpr std::string_view kJson = ".json";
+// Major version of the schema that is read; minor versions only add.
+constexpr int64_t kSchemaMajor = 8;
 
 std::vector<int64_t> fixed_sizes(const nlohmann::json& from) {
   std::vector<int64_t> result;

@@ -7,6 +7,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Layout.h>
+#include <c10/core/MemoryFormat.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +23,12 @@
 #include "core/text.h"
 
 namespace ds::exported {
+
+// The enumerations of torch/_export/serde/schema.py, whose numbers are not c10's. Each throws IoError for a number that
+// is not known, saying which are.
+at::ScalarType scalar_type_of(int64_t number);
+at::Layout layout_of(int64_t number);
+at::MemoryFormat memory_format_of(int64_t number);
 
 // A parameter, buffer or constant in the file. Counts are in elements.
 struct StoredTensor {
@@ -63,9 +72,9 @@ class Archive {
   // contiguous, on the CPU and may have any dtype (values are converted).
   void read(const StoredTensor& tensor, int64_t offset, const at::Tensor& destination) const;
 
-  // The bytes of a record, by its name behind the folder ("models/model.json"), for whoever writes the file again.
-  std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }
-  // The folder that all records are in, with its slash.
+  // The records, for whoever writes the file again, and the folder that all of them are in, with its slash. Names of
+  // records are without it ("models/model.json") wherever else this class has them.
+  const StoredZip& zip() const { return zip_; }
   const std::string& folder() const { return folder_; }
 
   // Throws IoError that begins with the path.
@@ -76,6 +85,7 @@ class Archive {
   [[noreturn]] void fail(const std::string& what) const;
 
  private:
+  std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }
   std::string text(const std::string& name) const;
   nlohmann::json json(const std::string& name) const;
   StoredTensors tensors(const std::string& program, const char* kind) const;

@@ -13,14 +13,14 @@
 
 #include "core/check.h"
 #include "core/shown_text.h"
-#include "exported/schema_types.h"
+#include "exported/archive.h"
 
 namespace ds::exported {
 namespace {
 
 using nlohmann::json;
 
-// Without the "optional" around it.
+// Returns the type without the "optional" around it.
 const c10::Type* bare_type(const c10::Type* type) {
   if (type == nullptr) return nullptr;
   const auto* optional = type->castRaw<c10::OptionalType>();
@@ -45,14 +45,7 @@ double float_of(const json& value) {
   return std::numeric_limits<double>::quiet_NaN();
 }
 
-// What Python makes of a number where an operator takes a tensor.
-at::Tensor wrapped_number(const c10::IValue& value) {
-  at::Tensor result = c10::scalar_to_tensor(value.toScalar());
-  result.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return result;
-}
-
-// Where an argument goes: what the schema declares, without the "optional" around it.
+// The place that an argument goes to: the type that the schema declares, without the "optional" around it.
 struct Place {
   const ArgumentContext& context;
   const c10::Type* type = nullptr;
@@ -94,7 +87,7 @@ Argument tensors(const Place& place, const json& value) {
 
 // One number, whatever the schema wants of it.
 Argument scalar(const Place& place, const c10::IValue& value) {
-  if (place.wants(c10::TypeKind::TensorType)) return constant(wrapped_number(value));
+  if (place.wants(c10::TypeKind::TensorType)) return constant(at::native::wrapped_scalar_tensor(value.toScalar()));
   if (is_kind(place.element, c10::TypeKind::FloatType))
     return constant(c10::List<double>({value.toScalar().toDouble()}));
   if (place.element != nullptr && value.isInt()) return constant(c10::List<int64_t>({value.toInt()}));
@@ -104,7 +97,7 @@ Argument scalar(const Place& place, const c10::IValue& value) {
 Argument whole(const Place& place, const json& value) { return scalar(place, value.get<int64_t>()); }
 Argument real(const Place& place, const json& value) { return scalar(place, float_of(value)); }
 Argument truth(const Place& place, const json& value) {
-  return place.wants(c10::TypeKind::TensorType) ? constant(wrapped_number(value.get<bool>()))
+  return place.wants(c10::TypeKind::TensorType) ? constant(at::native::wrapped_scalar_tensor(value.get<bool>()))
                                                 : constant(value.get<bool>());
 }
 

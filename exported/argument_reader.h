@@ -11,7 +11,7 @@
 
 namespace ds::exported {
 
-// What reading an argument needs of the graph around it.
+// Access to the graph around an argument that is read.
 struct ArgumentContext {
   std::function<int(const std::string& name)> slot;          // throws IoError for a value that is not there
   std::function<size_t(const nlohmann::json& graph)> graph;  // reads one and returns its index

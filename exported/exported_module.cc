@@ -153,6 +153,17 @@ std::string wrong_mode(const Program& program, bool training, bool has_eval) {
   return {};
 }
 
+// Whether the node is an operator whose argument "dtype" was exported as `dtype`.
+bool has_baked_dtype(const Node& node, at::ScalarType dtype) {
+  if (node.kind != Node::Kind::kOperator) return false;
+  const auto& declared = node.op->schema().arguments();
+  for (size_t i = 0; i < node.arguments.size(); ++i) {
+    const c10::IValue& value = node.arguments[i].constant;
+    if (declared[i].name() == "dtype" && value.isInt()) return value.toInt() == static_cast<int64_t>(dtype);
+  }
+  return false;
+}
+
 }  // namespace
 }  // namespace exported
 
@@ -214,28 +225,20 @@ void ExportedModule::require_dtype(at::ScalarType dtype, const std::string& key)
   const exported::Program& program = *train_program_;
   if (dtype == program.dtype) return;
   constexpr size_t kMostShown = 3;
-  std::vector<std::string> shown;
+  std::string shown;
   size_t count = 0;
   for (const exported::Graph& graph : program.graphs) {
     for (const exported::Node& node : graph.nodes) {
-      if (node.kind != exported::Node::Kind::kOperator) continue;
-      for (size_t i = 0; i < node.arguments.size(); ++i) {
-        const exported::Argument& argument = node.arguments[i];
-        const bool is_dtype = node.op->schema().arguments()[i].name() == "dtype" && argument.constant.isInt() &&
-                              static_cast<at::ScalarType>(argument.constant.toInt()) == program.dtype;
-        if (!is_dtype) continue;
-        if (++count <= kMostShown) shown.push_back(cat(exported::node_in_words(node), exported::line_in_python(node)));
-      }
+      if (!exported::has_baked_dtype(node, program.dtype)) continue;
+      if (++count <= kMostShown) shown += cat("\n", exported::node_in_words(node), exported::line_in_python(node));
     }
   }
   if (count == 0) return;
-  std::string text;
-  for (const std::string& one : shown) text += cat("\n", one);
   throw ConfigError(cat(key, ": ", program.path, " was exported in ", c10::toString(program.dtype), ", and ", count,
                         " of its operators have that dtype baked; export the model in ", c10::toString(dtype),
                         " (model.to(dtype) before torch.export.export), or keep its dtype and use torch_autocast. The "
                         "first ones:",
-                        text));
+                        shown));
 }
 
 std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options) {

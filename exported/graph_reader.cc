@@ -50,7 +50,7 @@ struct HigherOrder {
   std::vector<size_t> graphs;  // which of them are graphs
 };
 
-// Empty: the target is another kind of operator. Throws IoError for one that is not run.
+// Returns nothing for a target that is no operator of higher order. Throws IoError for one that is not run.
 std::optional<HigherOrder> higher_order(const std::string& target) {
   if (!target.starts_with("higher_order.")) return std::nullopt;
   if (target == "higher_order.wrap_with_set_grad_enabled") return HigherOrder{Node::Kind::kSetGrad, 2, {1}};
@@ -129,6 +129,16 @@ std::string value_name(const json& argument) {
 
 }  // namespace
 
+std::optional<c10::OperatorHandle> registered_operator(const std::string& target) {
+  const size_t first = target.find('.');
+  const size_t last = target.rfind('.');
+  require<IoError>(first != std::string::npos && last > first, "expected an operator as \"aten.add.Tensor\"");
+  const std::string overload = target.substr(last + 1);
+  return c10::Dispatcher::singleton().findSchema(
+      {cat(target.substr(0, first), "::", target.substr(first + 1, last - first - 1)),
+       overload == "default" ? std::string() : overload});
+}
+
 // The values of one graph by name.
 class GraphReader::Slots {
  public:
@@ -162,19 +172,20 @@ size_t GraphReader::read(const json& from) {
     const std::string name = value_name(input);
     graph.inputs.push_back(name.empty() ? -1 : slots.make(name));
   }
+  const bool is_main = depth_ == 1;
+  ArgumentContext context{.slot =
+                              [&, is_main](const std::string& name) {
+                                if (is_main) read_values_.insert(name);
+                                return slots.find(name);
+                              },
+                          .graph = [this](const json& inner) { return read(inner); },
+                          .device_type = device_type_};
   for (const json& node : from.at("nodes")) {
     // What export has checked of its own tensors: wrong as soon as the model is in another precision.
     if (text_in(node, "target") == "torch.ops.aten._assert_tensor_metadata.default") continue;
-    graph.nodes.push_back(read_node(node, slots));
+    graph.nodes.push_back(read_node(node, context, slots));
   }
-  const bool is_main = depth_ == 1;
-  const ArgumentContext context{.slot =
-                                    [&](const std::string& name) {
-                                      if (is_main) read_values_.insert(name);
-                                      return slots.find(name);
-                                    },
-                                .graph = [](const json& /*graph*/) -> size_t { throw IoError("a graph is an output"); },
-                                .device_type = device_type_};
+  context.graph = [](const json& /*inner*/) -> size_t { throw IoError("a graph is an output"); };
   for (const json& output : from.at("outputs")) graph.outputs.push_back(read_argument(output, context, nullptr));
   graph.slots = slots.size();
   note_last_uses(graph);
@@ -184,21 +195,13 @@ size_t GraphReader::read(const json& from) {
   return program_.graphs.size() - 1;
 }
 
-Node GraphReader::read_node(const json& from, Slots& slots) {
+Node GraphReader::read_node(const json& from, const ArgumentContext& context, Slots& slots) {
   Node node;
   node.target = after(from.at("target").get<std::string>(), "torch.ops.");
   node.name = shown_text(text_in(from, "name"));
   const json& metadata = from.at("metadata");
   node.module = innermost_module(text_in(metadata, "nn_module_stack"));
   node.source = last_line(text_in(metadata, "stack_trace"));
-  const bool is_main = depth_ == 1;
-  const ArgumentContext context{.slot =
-                                    [&](const std::string& name) {
-                                      if (is_main) read_values_.insert(name);
-                                      return slots.find(name);
-                                    },
-                                .graph = [&](const json& graph) { return read(graph); },
-                                .device_type = device_type_};
   try {
     if (const std::optional<HigherOrder> higher = higher_order(node.target)) {
       node.kind = higher->kind;
@@ -228,15 +231,10 @@ Node GraphReader::read_node(const json& from, Slots& slots) {
 }
 
 void GraphReader::find_operator(const json& from, Node& node, const ArgumentContext& context) {
-  const size_t first = node.target.find('.');
-  const size_t last = node.target.rfind('.');
-  require<IoError>(first != std::string::npos && last > first, "expected an operator as \"aten.add.Tensor\"");
-  const std::string name = cat(node.target.substr(0, first), "::", node.target.substr(first + 1, last - first - 1));
-  const std::string overload = node.target.substr(last + 1) == "default" ? "" : node.target.substr(last + 1);
-  node.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  node.op = registered_operator(node.target);
   require<IoError>(node.op.has_value(), "LibTorch ", TORCH_VERSION,
                    " has no such operator; the file was written by torch ", shown_text(program_.torch_version),
-                   name.starts_with("aten::")
+                   node.target.starts_with("aten.")
                        ? ". Use a LibTorch that has it, or export the model with an older torch"
                        : ". An operator of a library has to be registered under this name before "
                          "the model is loaded: link the library, or open it with dlopen");
@@ -252,7 +250,7 @@ void GraphReader::find_operator(const json& from, Node& node, const ArgumentCont
                        "\" is missing; its schema is ", node.op->schema());
       node.arguments.push_back({.kind = Argument::Kind::kConstant, .constant = *expected.default_value()});
     }
-    note_mode(name, expected.name(), node.arguments.back());
+    note_mode(node.op->schema().name(), expected.name(), node.arguments.back());
   }
   require<IoError>(given.empty(), "argument \"", given.empty() ? "" : shown_text(given.begin()->first),
                    "\" is not known to this LibTorch, ", TORCH_VERSION, "; its schema is ", node.op->schema(),

@@ -1,9 +1,12 @@
 // Reads the graphs of a program: nodes, their operators and arguments, and where each value is used last.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <cstddef>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 
@@ -12,6 +15,10 @@
 #include "exported/program.h"
 
 namespace ds::exported {
+
+// Returns the operator "aten.linear.default" that LibTorch, or a library in this process, has registered, or nothing.
+// Throws IoError for a text that is no name of an operator.
+std::optional<c10::OperatorHandle> registered_operator(const std::string& target);
 
 // Reads the graphs of one program into it.
 class GraphReader {
@@ -28,7 +35,7 @@ class GraphReader {
 
  private:
   class Slots;
-  Node read_node(const nlohmann::json& from, Slots& slots);
+  Node read_node(const nlohmann::json& from, const ArgumentContext& context, Slots& slots);
   void find_operator(const nlohmann::json& from, Node& node, const ArgumentContext& context);
   void read_outputs(const nlohmann::json& from, Node& node, Slots& slots) const;
   void note_mode(const std::string& op, const std::string& name, Argument& argument);

@@ -37,12 +37,19 @@ std::string in_words(const c10::IValue& value) {
   return cat(value);
 }
 
+// Whether a caller's value is the one that was exported; a number may be of another type.
+bool is_baked_value(const c10::IValue& baked, const c10::IValue& given) {
+  if (baked.isNone() || given.isNone()) return baked.isNone() && given.isNone();
+  if (baked.isScalar() && given.isScalar()) return baked.toScalar().equal(given.toScalar().toDouble());
+  return baked.tagKind() == given.tagKind() && baked == given;
+}
+
 // Checks the sizes of all inputs of one call against one another.
 class SizeCheck {
  public:
   explicit SizeCheck(const Program& program) : program_(program) {}
 
-  // Fixed sizes, ranges, and plain symbols, which have to be the same wherever they are.
+  // Checks fixed sizes, ranges, and plain symbols, which have to be the same wherever they are.
   void bind(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
       const ExportedSize& size = input.sizes[d];
@@ -61,7 +68,7 @@ class SizeCheck {
     }
   }
 
-  // What is computed from symbols, once bind() has seen all inputs.
+  // Checks sizes that are computed from symbols. It is called when bind() has seen all inputs.
   void check_expressions(const ExportedInput& input, const at::Tensor& x) {
     for (size_t d = 0; d < input.sizes.size(); ++d) {
       const auto found = program_.expressions.find(input.sizes[d].symbol);
@@ -122,11 +129,7 @@ void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ExportedInput& input = program.inputs[i];
     if (!input.is_tensor) {
-      const bool equal = input.value.isNone() || inputs[i].isNone() ? input.value.isNone() && inputs[i].isNone()
-                         : input.value.isScalar() && inputs[i].isScalar()
-                             ? input.value.toScalar().equal(inputs[i].toScalar().toDouble())
-                             : input.value.tagKind() == inputs[i].tagKind() && input.value == inputs[i];
-      require(equal, "forward: \"", input.name, "\" was ", in_words(input.value),
+      require(is_baked_value(input.value, inputs[i]), "forward: \"", input.name, "\" was ", in_words(input.value),
               " when the model was exported, which is baked; found ", in_words(inputs[i]),
               ". Export the model once more with that value, or make it a tensor");
       continue;

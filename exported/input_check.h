@@ -1,4 +1,4 @@
-// What callers give to an exported program: by name or by position, checked before anything runs.
+// Brings inputs, given by name or by position, into the order of an exported program, and checks them before it runs.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -7,7 +7,6 @@
 #include <ATen/core/stack.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <exception>
 #include <new>
 #include <utility>
@@ -81,11 +80,8 @@ class Interpreter {
         return argument.in_eval && !training_ ? *argument.in_eval : argument.constant;
       case kSlot:
         return slot(argument.slots[0]);
-      case kWrappedNumber: {
-        at::Tensor number = c10::scalar_to_tensor(slot(argument.slots[0]).toScalar());
-        number.unsafeGetTensorImpl()->set_wrapped_number(true);
-        return number;
-      }
+      case kWrappedNumber:
+        return at::native::wrapped_scalar_tensor(slot(argument.slots[0]).toScalar());
       case kDevice:
         return device_;
       case kTensors:
@@ -261,17 +257,12 @@ std::vector<c10::IValue> run(Program& program, const std::vector<c10::IValue>& i
   const auto source = [&](const InputSource& from) -> c10::IValue {
     return from.is_lifted ? c10::IValue(program.lifted[from.index].value) : inputs[from.index];
   };
-  const auto is_written = [&](const InputSource& from) {
-    return std::any_of(program.mutations.begin(), program.mutations.end(), [&](const Mutation& mutation) {
-      return mutation.target.is_lifted == from.is_lifted && mutation.target.index == from.index;
-    });
-  };
   Values all;
   all.reserve(program.sources.size());
   for (const InputSource& from : program.sources) {
     all.push_back(source(from));
     // Autograd may save what the graph reads, and what is written after the run would change under it.
-    if (is_written(from)) all.back() = all.back().toTensor().clone();
+    if (from.is_written) all.back() = all.back().toTensor().clone();
   }
   Values outputs = Interpreter(program, training, device).run_graph(program.main(), std::move(all));
   for (const Mutation& mutation : program.mutations) {

@@ -22,7 +22,7 @@
 
 namespace ds::exported {
 
-// What an operator gets in one place.
+// An argument of a node: a constant, values in slots, or a graph.
 struct Argument {
   enum class Kind : uint8_t {
     kConstant,
@@ -79,10 +79,11 @@ struct LiftedTensor {
   at::Tensor value = {};  // shares its identity with the module's
 };
 
-// Where an input of the main graph comes from.
+// The source of an input of the main graph: a tensor of the program, or an input of the caller.
 struct InputSource {
   bool is_lifted = false;
-  size_t index = 0;  // in Program::lifted, or in Program::inputs
+  size_t index = 0;         // in Program::lifted, or in Program::inputs
+  bool is_written = false;  // by one of Program::mutations
 };
 
 // An output of the main graph that is written to a tensor after the run.

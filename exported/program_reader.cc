@@ -12,7 +12,6 @@
 #include "core/shown_text.h"
 #include "exported/argument_reader.h"
 #include "exported/graph_reader.h"
-#include "exported/schema_types.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
 
@@ -203,6 +202,13 @@ class ProgramReader {
     return {.is_lifted = false, .index = static_cast<size_t>(found - value_names_.begin())};
   }
 
+  void add_mutation(size_t output, const InputSource& target) {
+    program_->mutations.push_back({.output = output, .target = target});
+    for (InputSource& source : program_->sources) {
+      if (source.is_lifted == target.is_lifted && source.index == target.index) source.is_written = true;
+    }
+  }
+
   void read_outputs() {
     const json& specs = module_.at("signature").at("output_specs");
     archive_.require_good(specs.size() == program_->main().outputs.size(), "its graph has ",
@@ -213,11 +219,9 @@ class ProgramReader {
       if (spec.contains("user_output")) {
         program_->user_outputs.push_back(i);
       } else if (spec.contains("buffer_mutation")) {
-        program_->mutations.push_back(
-            {.output = i, .target = lifted_of(spec.at("buffer_mutation").at("buffer_name").get<std::string>())});
+        add_mutation(i, lifted_of(spec.at("buffer_mutation").at("buffer_name").get<std::string>()));
       } else if (spec.contains("user_input_mutation")) {
-        program_->mutations.push_back(
-            {.output = i, .target = input_of(spec.at("user_input_mutation").at("user_input_name").get<std::string>())});
+        add_mutation(i, input_of(spec.at("user_input_mutation").at("user_input_name").get<std::string>()));
       } else {
         archive_.fail(cat("an output of the kind ", shown_text(spec.dump()),
                           " cannot be trained; export the model itself, not a graph with its backward pass, and do not "

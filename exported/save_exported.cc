@@ -58,7 +58,7 @@ at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.contiguous().view(
 
 // Returns the bytes of the record with the new values in their places.
 std::vector<uint8_t> replaced(const Archive& archive, const std::string& record, const std::vector<NewValue>& values) {
-  const auto old = archive.record(record);
+  const auto old = archive.zip().record(archive.folder() + record);
   std::vector<uint8_t> bytes(old.begin(), old.end());
   const auto place_of = [&bytes](const StoredTensor& stored) {
     const auto numel = static_cast<int64_t>(bytes.size() / c10::elementSize(stored.dtype));
@@ -84,7 +84,7 @@ std::vector<uint8_t> replaced(const Archive& archive, const std::string& record,
 void save_exported(const std::string& path, const std::string& exported,
                    const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const exported::Archive archive(exported);
-  const StoredZip file(exported);
+  const StoredZip& file = archive.zip();
   const exported::NewRecords records = exported::new_records(archive, tensors);
   AtomicFile output(path);
   output.write(file.bytes().data(), file.bytes().size());

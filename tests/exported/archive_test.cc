@@ -31,7 +31,7 @@ std::string bytes_of(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-// `text` with each `from` as `to`, which is as long.
+// Replaces each `from` in the text by `to`, which is as long.
 std::string with(std::string text, const std::string& from, const std::string& to) {
   EXPECT_EQ(from.size(), to.size());
   EXPECT_NE(text.find(from), std::string::npos) << from;
@@ -80,7 +80,7 @@ TEST(ExportedArchive, IsASourceOfWeights) {
   EXPECT_EQ(source->aliases().size(), 1U);
 }
 
-// A good file in which the checksums are left out, so that its texts can be changed.
+// Leaves out the checksums of a good file, so that its texts can be changed.
 std::string without_checksums(std::string bytes) {
   const std::string entry = "PK\1\2";
   constexpr size_t kChecksum = 16;
@@ -144,7 +144,7 @@ TEST_F(RefusedFile, HasOperatorsThatAreNotHere) {
               HasSubstr("argument \"train\" is missing"));
 }
 
-// As the file of export(m, (t, t)) has it: one of the two is read by nobody.
+// The file of export(m, (t, t)) has two inputs, and its program reads one of them.
 TEST_F(RefusedFile, DoesNotReadAnInput) {
   const std::string unread = with(good_, R"("name": "input", "arg": {"as_tensor": {"name": "x"}})",
                                   R"("name": "input", "arg": {"as_none": true           })");

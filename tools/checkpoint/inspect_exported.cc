@@ -1,6 +1,4 @@
 // ds-tool checkpoint inspect model.pt2: a model that Python's torch.export has written.
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -13,6 +11,8 @@
 #include "core/shown_text.h"
 #include "dsengine/exported_model.h"
 #include "exported/archive.h"
+#include "exported/graph_reader.h"
+#include "exported/number_functions.h"
 #include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/text_columns.h"
 
@@ -24,7 +24,7 @@ using nlohmann::ordered_json;
 
 constexpr std::string_view kOperators = "torch.ops.", kHigherOrder = "higher_order.";
 
-// How often each operator is called, in the graph and in those that its nodes have as arguments.
+// Counts the calls of each operator, in the graph and in those that its nodes have as arguments.
 void count_operators(const nlohmann::json& graph, std::map<std::string, int64_t>& counts) {
   for (const nlohmann::json& node : graph.at("nodes")) {
     const auto target = node.at("target").get<std::string>();
@@ -39,13 +39,10 @@ void count_operators(const nlohmann::json& graph, std::map<std::string, int64_t>
 // Whether LibTorch, or a library in this process, has an operator "aten.linear.default". Functions of numbers and
 // operators of higher order are the loader's own.
 bool is_registered(const std::string& name) {
-  const size_t op = name.find('.'), overload = name.rfind('.');
-  if (op == overload || name.starts_with('_') || name.starts_with(kHigherOrder)) return true;
-  const std::string last = name.substr(overload + 1);
-  return c10::Dispatcher::singleton()
-      .findSchema({cat(name.substr(0, op), "::", name.substr(op + 1, overload - op - 1)),
-                   last == "default" ? std::string() : last})
-      .has_value();
+  if (name.find('.') == name.rfind('.') || exported::is_number_function(name) || name.starts_with(kHigherOrder)) {
+    return true;
+  }
+  return exported::registered_operator(name).has_value();
 }
 
 std::string words_of(const ExportedSize& size) {
@@ -80,7 +77,7 @@ ordered_json tensor_kinds(const StoredTensors& tensors) {
   return result;
 }
 
-// Names that are the same elements as an earlier one.
+// Returns the names whose tensor is that of an earlier name, each with the earlier name.
 ordered_json tied_of(const StoredTensors& tensors) {
   ordered_json result = ordered_json::object();
   for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
