@@ -421,9 +421,8 @@ TEST_P(PartialWeights, OverAPipeline) {
     EXPECT_THAT(engine->start_weights().unused, ElementsAre("three.inner.weight"));
     engine->load_weights(adapters);
     const SafetensorsFile saved(engine->save_weights(folder_ / "all.safetensors"));
-    EXPECT_EQ(saved.entries().size(), 6U);
-    EXPECT_TRUE(saved.tensor("one.inner.weight").equal(torch::full({kInputs, kInputs}, 0.25)));
-    EXPECT_TRUE(saved.tensor("two.inner.weight").equal(torch::full({kInputs, kInputs}, 0.5)));
+    EXPECT_EQ(saved.entries().size(), 4U);  // what is trained, of both stages
+    EXPECT_TRUE(saved.contains("one.inner.lora_a") && saved.contains("two.inner.lora_b"));
     EXPECT_TRUE(saved.tensor("two.inner.lora_a").equal(torch::full({2, kInputs}, 0.75)));
     for (const auto& [name, values] : engine->module_state_dict()) {
       if (name == "one.inner.weight") EXPECT_EQ(values.mean().item<double>(), 0.25);
