@@ -1,4 +1,5 @@
 // The cost of timing an operation between ranks: launch, end and wait, without the operation.
+// Run as build/release/bin/comms_log_bench, with the flags of Google Benchmark.
 #include <ATen/ops/empty.h>
 #include <benchmark/benchmark.h>
 

@@ -1,4 +1,5 @@
 // The cost of writing a collective down: begin, wait and end, without the collective.
+// Run as build/release/bin/flight_recorder_bench, with the flags of Google Benchmark.
 #include <ATen/ops/empty.h>
 #include <benchmark/benchmark.h>
 

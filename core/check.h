@@ -1,9 +1,9 @@
 // Checks that throw the errors of dsengine/errors.h. Torch-free.
 //
-// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, NonFiniteError) and a broken
-// invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to change.
-// The library throws and writes to its log (standard error). It ends the process in one place, where a rank that was
-// told to end hangs: docs/process.md has the switch.
+// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, IoError, NonFiniteError) and a
+// broken invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to
+// change. The library throws and writes to its log (standard error). It ends the process in one place, where a rank
+// that was told to end hangs: docs/process.md has the switch.
 #pragma once
 
 #include <source_location>

@@ -1,7 +1,8 @@
 // Decides how an operator on split tensors is computed. One boxed fallback, registered in LibTorch's dispatcher under
 // the key of split tensors, gets every such operator. Rules for single operators are in parallel/rules.
 //
-// The fallback takes the first of these ways that applies:
+// A copy to the CPU for reading (printing, .cpu()) gives the full tensor, plain, and operators that would give a split
+// parameter other memory throw. For the others the fallback takes the first of these ways that applies:
 //
 //   1. An argument is a partial sum, whose addends are still apart on the ranks: run_on_addends().
 //   2. No argument is cut: LibTorch's operator runs on the full values, and run_uncut() keeps gradients right. A change

@@ -29,8 +29,8 @@ std::string without(const char* what) {
 void keep_apart(Tensors& tensors, const Tensors& given) {
   const std::vector<bool> shared = find_shared(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!shared[i]) continue;
     const at::Tensor& tensor = tensors[i];
+    if (!shared[i] && !has_given_memory(tensor)) continue;
     const bool passed_on = std::any_of(given.begin(), given.end(), [&](const at::Tensor& one) {
       return one.defined() && one.has_storage() && is_same_storage(one.storage(), tensor.storage());
     });

@@ -13,7 +13,7 @@
 // (from_blob). It is not copied where the memory is this micro-batch's alone, which costs the usual stage nothing:
 //   * what the stage was given for the micro-batch and passes on;
 //   * an output with a graph, if nobody else holds the tensor itself. Autograd may have saved it, which nobody can tell
-//     from a layer that has kept an alias. Its count of changes has to be the same once it was read; else UsageError.
+//     from a layer that has kept an alias. Where its version counter has changed before it is read: UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,8 +36,8 @@ namespace ds::pipeline {
 
 // The parts of training that the runner leaves to its caller.
 struct StageCallbacks {
-  // Returns the next micro-batch. Called once for each, in order, and only on ranks with the first or the last stage;
-  // once too where one rank has both.
+  // Returns the next micro-batch. Called once for each, in order, and only on ranks with the first or the last stage; a
+  // rank that has both calls it once per micro-batch.
   BatchSource next;
   // Returns the scaled loss, from which backward starts.
   std::function<at::Tensor(const at::Tensor& loss)> root;

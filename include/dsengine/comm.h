@@ -4,8 +4,9 @@
 // order with matching shapes; implementations that can check this throw CommError naming both operations. Operations
 // are asynchronous: they return a Work, and neither the tensors' contents nor their storage may be touched before
 // wait(). None of them records a gradient (dsengine/collectives.h has those that do). A handle may be used from one
-// thread at a time (the engine's hooks hold the reducer's lock). Tensors must be contiguous; on CPU any of float32,
-// float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only copies, min, max, band, bor). An
+// thread at a time (the engine's hooks hold the reducer's lock). Tensors must be contiguous. On the CPU the
+// dtypes are float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64 and bool (copies, kMin, kMax, kBand
+// and kBor alone). An
 // undefined or strided tensor, sizes that do not fit, and a rank outside of the group are a UsageError. In a group of
 // one rank collectives return at once and are not counted.
 //
@@ -91,7 +92,8 @@ class Work {
   // itself may start the next stage of the operation.
   bool is_ready() const;
   // Waits until the operation has finished. With NCCL it does not block the host: work given to the current CUDA stream
-  // afterwards runs after the operation. Throws CommError where another rank has failed or the time limit is over.
+  // afterwards runs after the operation. On the CPU throws CommError where another rank has failed or
+  // the time limit is over. With NCCL c10d's watchdog ends the process then (docs/communication.md).
   void wait() const;
 
  private:
@@ -146,10 +148,11 @@ class Communicator {
   // (dimension 0) of the parts; empty: the parts are equal. input and output must not overlap.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
                   std::vector<int64_t> input_splits = {}, std::string label = {});
-  // Messages from rank to rank, blocking and asynchronous. Messages of one (source, destination, tag) keep their order.
-  // The two directions between two ranks do not wait for one another, nor do messages and collectives. On NCCL the
-  // first message between two ranks blocks the host until the other rank posts its side: a program that posts receives
-  // ahead sends a first message between all pairs that will talk, in one order (docs/communication.md).
+  // Messages from rank to rank, blocking and asynchronous. Messages match by source, destination and tag (0 to 65535)
+  // in their order; on NCCL, which knows no tags, by source and destination. The two directions between two ranks do
+  // not block each other, and messages do not block collectives. On NCCL the first message between two ranks blocks the
+  // host until the other rank posts its side: a program that posts receives ahead sends a first message between all
+  // pairs that will talk, in one order (docs/communication.md).
   void send(const at::Tensor& tensor, int destination, int tag = 0) { isend(tensor, destination, tag).wait(); }
   void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
   Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});

@@ -33,11 +33,11 @@ class Engine;
 
 // The moving average that initialize() is asked for, equal on all ranks. It begins with the first weights.
 struct EmaOptions {
-  // The share of the average that stays at an update, from 0 up to below 1; usual are 0.99 to 0.9999. 0: the engine
-  // keeps no average.
+  // The share of the average that stays at an update, above 0 and below 1; usual are 0.99 to 0.9999. 0: the engine
+  // keeps no average, and the other fields keep their defaults (else ConfigError).
   double decay = 0;
-  // Whether the decay of update n = 1, 2, ... (counted from behind update_after_step) is at most (1 + n) / (10 + n), so
-  // that a short run forgets its first weights.
+  // Whether the decay of update n = 1, 2, ... (counted from 1 after update_after_step) is at most (1 + n) / (10 + n),
+  // so that a short run forgets its first weights.
   bool warmup = false;
   // The number of first updates in which the average is the weights. 1 makes it that of torch's AveragedModel, whose
   // first update_parameters() copies.
@@ -49,9 +49,10 @@ struct EmaOptions {
 // Shows the averaged weights, rounded to the model's dtype, in the model's parameters while it lives, at every stage.
 // Buffers stay as they are. Forward passes, eval_batch(), module_state_dict(), save_16bit_model() and scopes of
 // gathered_parameters() without a modifier rank, which end before it, work as usual, and save_weights() without
-// masters. Calls that train, save or load, or read or set masters, are a UsageError, as is a parameter that the program
-// changes meanwhile. A graph that was made before the scope, or inside, is refused by autograd after it. The engine
-// keeps a copy of this rank's part of the weights in the model's dtype meanwhile.
+// masters. Calls that train, save or load, or read or set masters, are a UsageError. So is, at the next such call, a
+// parameter that the program has changed meanwhile; at the scope's end the change is dropped and logged. A graph that
+// was made before the scope, or inside, is refused by autograd after it. The engine keeps a copy of this rank's part of
+// the weights in the model's dtype meanwhile.
 class EmaScope {
  public:
   // Collective; between steps, or inside an accumulation. Throws UsageError inside another EmaScope or a scope of

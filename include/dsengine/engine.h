@@ -9,8 +9,8 @@
 //     engine->step();
 //   }
 //
-// One Engine belongs to one rank. All ranks call its methods in the same order, from the thread that made it
-// (UsageError on another thread, until that one calls use_from_this_thread()).
+// One Engine belongs to one rank. All ranks call its methods in the same order, from the thread that made it (calls
+// that train, save, load or read state throw UsageError on another one until that calls use_from_this_thread()).
 //
 // At stage 3 a parameter has memory only while operators of that thread read it. So forward runs on that thread, all
 // ranks run it together, and parameters have no elements once the engine is gone (take module_state_dict() before).
@@ -72,9 +72,9 @@ class Engine {
                 bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
   // parameters, zeroes the gradients and advances the schedule. UsageError when no backward() came before. Where
-  // non_finite_gradients makes it an error, NonFiniteError on all ranks for a gradient that is not finite: as after any
-  // exception before the update but CommError, the state is that before the accumulation, and training can go on
-  // (docs/non_finite.md). After an exception inside the update, calls throw until states are loaded.
+  // non_finite_gradients makes it an error, NonFiniteError on all ranks for a gradient that is not finite. A call that
+  // is refused changes nothing. Another exception before the update drops the accumulation, and training can go on
+  // (docs/non_finite.md), but after CommError. After one inside the update, calls throw until states are loaded.
   void step();
   // Steps a client optimizer that calls `closure` several times, as torch::optim::LBFGS: it calls backward(loss) and
   // returns the loss. Returns the first one, the mean over ranks. Needs stage 0, float32, no clipping or accumulation.
@@ -102,8 +102,8 @@ class Engine {
   int pipe_parallel_rank() const;
   // Has the stages agree on the shapes of activations anew in the next batch.
   void reset_activation_shape();
-  // Records when each action of the next batches begins and ends, waiting for an accelerator after each; rank 0 writes
-  // the last batch of all ranks to `path`, in Chrome's format, for `ds-tool schedule --measured`. Both are collective.
+  // Records when each forward and backward begins and ends, waiting for an accelerator after each; alike on all ranks.
+  // write_pipeline_trace() is collective; rank 0 writes its own pipeline's last batch for `ds-tool schedule`.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
   // --- around steps ------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Engine {
   std::vector<std::vector<double>> get_mom() const;
   std::string get_type() const;  // the optimizer's name
   // The L2 norm of the last step's gradients over the whole model before clipping, without loss scale; +inf where the
-  // step was skipped or an error; nullopt before the first step and where compute_grad_norm is false.
+  // step was skipped or an error; nullopt before the first step and where nothing asks for the norm.
   std::optional<double> get_global_grad_norm() const;
   // The loss scale; 1 where losses are not scaled.
   double loss_scale() const;
@@ -173,7 +173,7 @@ class Engine {
   comm::Communicator& communicator() const;  // over the data-parallel group: ranks with the same part of the model
   comm::Communicator& world() const;         // over all ranks
   // Returns the mean over communicator() of dense tensors of one shape and dtype, on the tensor's device, detached, the
-  // same bits on all ranks; integers become float64, 16-bit numbers float32. Collective.
+  // same bits on all ranks; integers become float64, 16-bit floating-point numbers float32. Collective.
   at::Tensor mean(const at::Tensor& tensor) const;
   // Returns on all ranks whether any rank has given true, as to stop training early. Collective over world().
   bool agree(bool flag) const;
@@ -197,13 +197,13 @@ class Engine {
   // Local values are this rank's shard, flat: the elements that it updates, in the parameter's order, perhaps none.
   //
   // The gradient, between backward() of a step's last micro-batch and step(): the mean over ranks and micro-batches,
-  // without loss scale, before clipping. step() uses what is set. (Beyond stage 0 reading .grad throws.)
+  // without loss scale, before clipping. step() uses what is set. UsageError in pipelines.
   at::Tensor safe_get_full_grad(const at::Tensor& parameter);
   void safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
   at::Tensor safe_get_local_grad(const at::Tensor& parameter);
   void safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value);
   // Asks step() to clip the gradients of the model to this L2 norm, before gradient_clipping; of several calls the
-  // smallest counts. Called when the gradient can be read. Returns the norm before.
+  // smallest counts. Called after backward() of the step's last micro-batch. Returns the norm before.
   double clip_grad_norm_(double max_norm);  // NOLINT(readability-identifier-naming): torch's name
   // The master weights. Setting them changes the model's weights at once, too.
   at::Tensor safe_get_full_fp32_param(const at::Tensor& parameter);

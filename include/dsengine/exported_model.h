@@ -14,7 +14,7 @@
 //
 // forward() calls the operators of the exported graph in their order through LibTorch's dispatcher, under autograd and
 // autocast as they are when it is called, and drops each tensor after its last use. Tensors that the graph makes are
-// made on the device of the first parameter, where constants and non-persistent buffers follow it.
+// made on the device of the first floating-point parameter, where constants and non-persistent buffers follow it.
 //
 // Export bakes the mode. Export in train(): in eval() the module then runs dropout, batch_norm, recurrent layers and
 // attention as Python's eval() does, and counts no batches. What Python decides by `if self.training:` beyond these
@@ -51,7 +51,7 @@ struct ExportedOptions {
   // are those of the first file, by name; its values for them are not read. Each file then runs as it was exported.
   // Empty: the first file serves both modes.
   std::string eval;
-  // The name of the program in the file: "model" from torch.export.save, another one from package_pt2.
+  // The name of the program in both files: "model" from torch.export.save, another one from package_pt2.
   std::string program = "model";
   // True: parameters and persistent buffers are on the meta device, without memory, and InitializeOptions::weights =
   // "model.pt2" (the same file, or any other with these names) gives each rank its part of their values.
@@ -97,13 +97,13 @@ class ExportedOutputs {
   const std::vector<c10::IValue>& values() const { return values_; }
   size_t size() const { return values_.size(); }
 
-  // Return one tensor. Throw UsageError naming all outputs where there is none of that name or number, or where it is
-  // no tensor.
+  // Return one tensor. Throw UsageError naming up to 20 outputs where there is none of that name or number, or where it
+  // is no tensor.
   at::Tensor operator[](const std::string& name) const;
   at::Tensor operator[](const char* name) const { return (*this)[std::string(name)]; }
   at::Tensor operator[](size_t index) const;
   at::Tensor operator[](int index) const { return (*this)[static_cast<size_t>(index)]; }
-  // Returns the only tensor. Throws UsageError naming the outputs where there are several.
+  // Returns the only output. Throws UsageError where there are several, or where it is no tensor.
   at::Tensor tensor() const;
 
  private:
@@ -131,7 +131,7 @@ class ExportedModule : public torch::nn::Module {
   // Throws UsageError before anything runs, naming input and dimension, for an input of another number of dimensions,
   // kind of dtype or size than the file allows, another value than the baked one, and for a mode that the file does not
   // have. What an operator throws while it runs comes as UsageError that names the operator, its module and the
-  // line in Python; errors of dsengine that are no UsageError keep their type.
+  // line in Python; a lack of memory and errors of dsengine that are no UsageError keep their type.
   ExportedOutputs run(std::vector<c10::IValue> inputs);
 
   // The arguments of forward, in Python's order, containers flattened.
@@ -144,9 +144,9 @@ class ExportedModule : public torch::nn::Module {
   const std::string& path() const;
   const std::string& torch_version() const;
 
-  // Throws ConfigError where the model's floating-point dtype becomes `dtype` (bf16 or fp16 in the config) and nodes
-  // of the program are baked in another one; names them with Python's lines. `key`: of the config, for the message.
-  // initialize() calls it.
+  // Throws ConfigError where the model's floating-point dtype becomes `dtype` (bf16 or fp16 in the config), another
+  // than the export's, and nodes of the first file have the export's baked; names the first three with Python's lines.
+  // `key`: of the config, for the message. initialize() calls it.
   void require_dtype(at::ScalarType dtype, const std::string& key) const;
 
  private:
@@ -172,10 +172,10 @@ std::shared_ptr<ExportedModule> load_exported(const std::string& path, const Exp
 // buffers: Python's torch.export.load, AOTInductor and load_exported() take the result as they take `exported`. All
 // else stays byte for byte.
 //
-// `tensors`: full tensors by Python's names, on any device and of any floating-point dtype, as
-// Engine::module_state_dict() returns them; a tied parameter by any of its names. Names that are left out keep their
-// values. Throws UsageError for a name that the file does not have, other sizes, and two names of one tensor with
-// different values; IoError for the files. `path` gets the file complete, or stays as it was.
+// `tensors`: full tensors by Python's names, on any device and of any floating-point dtype (integers or bool
+// where the file has these), as Engine::module_state_dict() returns them; a tied parameter by any of its names. Names
+// that are left out keep their values. Throws UsageError for a name that the file does not have, other sizes, and two
+// names of one tensor with different values; IoError for the files. `path` gets the file complete, or stays as it was.
 void save_exported(const std::string& path, const std::string& exported,
                    const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 

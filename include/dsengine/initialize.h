@@ -57,8 +57,8 @@ struct ParameterGroup {
 struct InitializeOptions {
   // The module to train: any module (holder.ptr() of a module holder), or a pipeline::PipelineModule. Its parameters
   // get other memory. Two trained ones that are different tensors over one memory are a UsageError that names both:
-  // register one tensor under both names. Memory of a parameter that somebody else holds, a buffer, a detach() or view
-  // that was kept, or from_blob() without a deleter, is a warning; pointers of the program's are not seen.
+  // register one tensor under both names. It is a warning if a buffer, a kept detach() or view, or from_blob() without
+  // a deleter holds a parameter's memory. Raw pointers are not detected.
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
@@ -81,10 +81,11 @@ struct InitializeOptions {
   std::function<double(int64_t)> lr_scheduler;
   // Replaces the config's scheduler: a scheduler of torch's over .optimizer, as torch::optim::StepLR, that has not
   // stepped. The engine alone calls its step(), once here, as Python's constructors do, and then after each applied
-  // step. So a StepLR falls as Python's does, one step before LibTorch's. Checkpoints keep its place. A class of the
-  // program's takes its rates from the number of its steps and the last rates alone: to go back, it begins anew.
+  // step. So a StepLR falls as Python's does, one step before LibTorch's. Checkpoints keep its place. A class of
+  // the program's must compute its rates from its number of steps and the previous rates alone, because the engine goes
+  // back to an earlier step by stepping again from the first one.
   std::shared_ptr<torch::optim::LRScheduler> torch_scheduler;
-  // The exponential moving average of the weights that the engine keeps: .ema = {.decay = 0.999}. Without a decay it
+  // The exponential moving average of the weights that the engine keeps: .ema = {.decay = 0.999}. With decay 0 it
   // keeps none. ConfigError where offload_optimizer keeps masters in files, and with ZeroOneAdam.
   EmaOptions ema;
   // The zero::Init scope in which the model was built, on every rank; null: none. Its ranks are the job's where none of
@@ -133,8 +134,8 @@ struct Initialized {
 
 // Reads the config, joins the ranks of the job (by the environment of ds-launch; without it the process is alone), lays
 // the parameters into buckets, broadcasts them from rank 0 and makes the engine. Throws ConfigError with every mistake
-// of the config, UsageError for a model or options that cannot be trained, CommError when ranks do not come together or
-// disagree on config or parameters.
+// of the config, UsageError for a model or options that cannot be trained, IoError for .weights, CommError when ranks
+// do not come together or disagree on config or parameters.
 Initialized initialize(const InitializeOptions& options);
 
 // What parity_check() trains: a model that is made anew, and the loss of a micro-batch. `micro_batch` counts over all
@@ -153,8 +154,9 @@ struct ParityReport {
 
 // Trains `steps` steps on the ranks of the job and then, on rank 0 alone, on one rank at stage 0 with the same global
 // batches, and compares losses, gradients and weights: `ds-launch parity` in a program's own tests
-// (docs/is_my_run_right.md). `make` is called twice and makes the same model each time; its random numbers are the
-// program's. The ranks of the job share a temporary folder. The report is the same on all ranks. Throws what
+// (docs/is_my_run_right.md). `make` is called once on every rank and a second time on rank 0 alone, so it calls no
+// collective. Both calls make a model of one structure; the second one gets the start values of the first. The ranks of
+// the job share a temporary folder. The report is the same on all ranks. Throws what
 // initialize() and the steps throw, and UsageError for pipelines and zero::Init.
 ParityReport parity_check(const std::function<ParityProgram()>& make, int64_t steps = 3);
 

@@ -12,11 +12,11 @@
 //
 // Engine::train_batch runs one whole step: gradient_accumulation_steps micro-batches through the stages in the order of
 // pipeline.schedule, then the update. It returns the mean loss over micro-batches and data-parallel ranks, a float32
-// scalar, on every rank. Collective. Without an argument it takes micro-batches from set_dataloader(),
-// set_dataiterator() or the training data of initialize, epoch after epoch. It switches a module in evaluation mode to
-// training mode. The engine's backward() and step() throw UsageError. After an error of one rank the others wait for
-// its messages until their time limit, or until the launcher ends them. With one stage the batch is then dropped; with
-// several stages later calls throw UsageError.
+// scalar (float64 for a float64 model), on every rank. Collective. Without an argument it takes micro-batches from
+// set_dataloader(), set_dataiterator() or the training data of initialize, epoch after epoch. It switches a module in
+// evaluation mode to training mode. The engine's backward() and step() throw UsageError. After an error of one rank the
+// others wait for its messages until their time limit, or until the launcher ends them. On one rank the batch is then
+// dropped; on several ranks of a pipeline later calls throw UsageError.
 //
 // The program and the engine share the module. It is used on the engine's thread.
 #pragma once
@@ -93,7 +93,7 @@ class LossFunction {
 struct PipelineOptions {
   LossFunction loss;
   // Where given, these six replace the keys of the same names in the section "pipeline" of the ds_config.
-  std::optional<int> stages;            // the number of ranks of the pipeline
+  std::optional<int> stages;            // the number of ranks of the pipeline (it has stages * chunks stages)
   std::optional<std::string> schedule;  // the name of a kind of schedule, or the path of a file (docs/pipeline.md)
   std::optional<int> chunks;            // the number of stages of each rank
   // The weights by which layers are cut into stages: their numbers of parameters ("parameters"), the same for all
@@ -124,7 +124,7 @@ class PipelineModule : public torch::nn::Module {
   const std::vector<LayerSpec>& layers() const { return layers_; }
   const PipelineOptions& options() const { return options_; }
 
-  // A function that computes region(inputs) in such a way that backward recomputes it.
+  // A function that computes region(inputs) and recomputes it in backward instead of keeping its activations.
   using Region = std::function<Tensors(const std::function<Tensors(const Tensors&)>& region, const Tensors& inputs)>;
 
   // Partitions the layers and builds those of this rank. `checkpoint` runs the layers that are recomputed. Collective

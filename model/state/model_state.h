@@ -68,7 +68,7 @@ struct ModelState {
   FrozenHere frozen_here;                     // without an optimizer: the parameters that the engine itself has frozen
   std::vector<char> held_still;               // by parameter: the program has frozen it since initialize() (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
-  std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
+  std::vector<zero::ParameterBucket> frozen_buckets;  // where parameters are gathered (stage 3, fully_shard)
   // By bucket: the weights that the optimizer updates, flat, in plan.master_dtype, as many as own_part() has. Views of
   // the buckets, except where these have another dtype, an optimizer asks for copies (separate_master), or masters are
   // offloaded.
@@ -77,7 +77,7 @@ struct ModelState {
   GradientDeps gradients;
   std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // groups that add gradients and norms, ranks to compare
   std::unique_ptr<zero::ParameterAccess> access;
-  zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
+  zero::ParameterGatherer* gatherer = nullptr;  // `access` where parameters are gathered, else null
   std::shared_ptr<RowTables> row_tables;        // stage 3 with row-wise tables, else null
   ModelOptimizer optimizer;
   std::unique_ptr<WeightAverage> average;                             // null: the program has asked for none

@@ -65,7 +65,7 @@ def check_compression(whole):
 def main():
     os.makedirs(SCRATCH, exist_ok=True)
     whole = losses(config_of("zero1"), 1)
-    for name in ("curriculum", "progressive_layer_drop", "random_ltd", "sparse_attention"):
+    for number, name in enumerate(("curriculum", "progressive_layer_drop", "random_ltd", "sparse_attention")):
         config = config_of(name)
         alone = losses(config, 1)
         check(len(alone) == STEPS and alone != whole, f"{name} changes losses", alone, whole)
@@ -74,7 +74,10 @@ def main():
                   "two stages, interleaved, recomputation": (dict(config, pipeline={"schedule": "interleaved"}), 2,
                                                             "--pipeline_stages", "2", "--activation_checkpointing"),
                   "a tensor axis": (dict(config, tensor_parallel={"autotp_size": 2}), 2)}
-        for what, run in others.items():
+        chosen = list(others.items())
+        if os.environ.get("DS_TEST_GRID") != "all":  # two of four, so that each way is run with two features
+            chosen = [chosen[number], chosen[(number + 2) % 4]]
+        for what, run in chosen:
             found = losses(*run)
             apart = max(abs(a - b) for a, b in zip(alone, found, strict=True))
             check(apart < 1e-5, f"{name} with {what} gives the losses of one rank", apart, found, alone)

@@ -118,7 +118,8 @@ void expect_planned_peak(const ProcessRank& ranks, int stage, const ordered_json
   const double declared = static_cast<double>(plan.bytes->total() + plan.step_bytes.gathered +
                                               plan.offloaded_bytes.host_total() + activations + kLayer * 4);
   std::cout << cat("peak ", peak / 1e6, " MB, declared ", declared / 1e6, " MB\n");
-  EXPECT_NEAR(peak / declared, 1.0, 0.02);
+  // Beside 2 %, a fixed MiB for what does not grow with a model: stacks of threads and the allocator's arenas.
+  EXPECT_NEAR(peak, declared, 0.02 * declared + (1 << 20));
 }
 
 DS_PROCESS_TEST(OffloadMemory, PeakOfStage1WithHalfOnTheHost, 2, std::chrono::seconds(120)) {

@@ -98,9 +98,11 @@ struct Seen {
   }
 };
 
-// A layer that counts its forwards in a tensor, which it sends along, and notes the count that it was given.
+// A layer that counts its forwards in a tensor, which it sends along (or, with `of_pointer`, another tensor over the
+// same memory), and notes the count that it was given.
 struct CountingImpl : torch::nn::Module {
-  CountingImpl(int at, std::shared_ptr<Seen> seen) : place(at), notes(std::move(seen)) {
+  CountingImpl(int at, std::shared_ptr<Seen> seen, bool of_pointer)
+      : place(at), notes(std::move(seen)), sends_pointer(of_pointer) {
     linear = register_module("linear", torch::nn::Linear(8, 8));
     fill_by_name(*this, "counting");
   }
@@ -108,22 +110,24 @@ struct CountingImpl : torch::nn::Module {
     count.add_(1);
     if (place == 0) ++notes->first_forwards;
     if (place > 0) notes->note(place, inputs.at(1)[-1].item<double>());
-    return {linear(inputs[0]), count};
+    return {linear(inputs[0]), sends_pointer ? torch::from_blob(count.data_ptr<float>(), {kLarge}) : count};
   }
   int place;
   std::shared_ptr<Seen> notes;
+  bool sends_pointer;
   at::Tensor count = torch::zeros({kLarge});
   torch::nn::Linear linear{nullptr};
 };
 TORCH_MODULE(Counting);
 
 TEST(PipelineHabits, AStageMayChangeWhatItSendsInItsNextForward) {
-  for (const char* schedule : {"gpipe", "1f1b", "interleaved", "zb_h1", "zbv"}) {
+  for (const char* schedule : {"gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "1f1b by pointer"}) {
     SCOPED_TRACE(schedule);
     const auto seen = std::make_shared<Seen>();
+    const bool by_pointer = std::string(schedule).ends_with("by pointer");
     std::vector<LayerSpec> layers;
-    for (int i = 0; i < 4; ++i) layers.push_back(LayerSpec::of<Counting>(i, seen));
-    run(job_of(layers, schedule), [&](Rank& rank) {
+    for (int i = 0; i < 4; ++i) layers.push_back(LayerSpec::of<Counting>(i, seen, by_pointer));
+    run(job_of(layers, by_pointer ? "1f1b" : schedule), [&](Rank& rank) {
       // The first stage has computed on before anybody takes its first message.
       if (rank.world_rank == 1) wait_until([&] { return seen->first_forwards >= 2; });
       rank.engine.train_batch(ones);

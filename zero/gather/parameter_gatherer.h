@@ -50,7 +50,7 @@ class CastCache {
 // another still gathers a bucket; communicators that compare labels then name both. Not thread safe.
 class RankMeeting {
  public:
-  // The groups of `routes` outlive it. `options`: those of the buckets' elements.
+  // The groups of `routes` outlive it. `options`: dtype and device of the one element.
   RankMeeting(const GatherRoutes& routes, const at::TensorOptions& options);
 
   // Whether ranks meet in every pass. On a device, whose communicators compare nothing, they meet before updates only.
@@ -70,10 +70,10 @@ class RankMeeting {
 // Makes the parameters of a bucket full before an operator reads them, and releases them afterwards. The overridden
 // methods and the thread that calls them are described in ParameterAccess.
 //
-// It sees the operators; GatherSchedule decides what is gathered and released, and LiveBuckets does it. The order of
-// all_gathers depends only on the operators that a rank runs. So ranks that run different operators call different
-// all_gathers at the same time. A communicator that compares labels then throws, and its message names the parameters
-// that each rank wanted.
+// This class intercepts operators; GatherSchedule decides what is gathered and released, and LiveBuckets does it. The
+// order of all_gathers depends only on the operators that a rank runs. So ranks that run different operators call
+// different all_gathers at the same time. A communicator that compares labels then throws, and its message names the
+// parameters that each rank wanted.
 //
 // All ranks meet when a backward begins and when it ends (RankMeeting), so a rank that ran fewer operators is found
 // there at the latest. On a device communicators compare no labels, so two all_gathers of different buckets of one size
@@ -87,10 +87,9 @@ class RankMeeting {
 // A change in place by an operator, outside of a scope, goes to the slices when the bucket is released
 // (InPlaceChanges::take_over); all ranks make the same change.
 //
-// A rank without memory for a bucket cannot go on, and takes part in no gather from then on: the tensor that an
-// operator was about to read has no elements, so that the operator fails in its own check of shapes, and the next call
-// from the engine and every later one throw a ConfigError that says what is missing. Other ranks get a CommError once
-// this one has left.
+// A rank that cannot allocate a bucket joins no further gather. The operator fails its shape check, because the tensor
+// is empty; every later call of the engine throws a ConfigError that says what is missing. Other ranks get a CommError
+// once this one has left.
 class ParameterGatherer : public ParameterAccess {
  public:
   // The `end_text` for parameters of an engine.

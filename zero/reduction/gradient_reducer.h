@@ -71,8 +71,8 @@ class GradientReducer {
   // for each bucket whether the pass may give it gradients, the same on all ranks; empty: all may. Where every pass
   // reduces, a bucket outside of `in_pass` is not reduced, unless an earlier pass was not reduced. begin_backward()
   // throws UsageError while a pass runs, after a failed pass and after finish() with replicas until reset(), and while
-  // gradients of another engine's pass are left. With plain gradients a pass may follow a failed one at once; .grad is
-  // then as that one left it, without the gradients that abandon_backward() dropped.
+  // gradients of another engine's pass are left. With plain gradients a pass may follow a failed one at once; .grad
+  // then holds what the failed pass left.
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
@@ -91,9 +91,8 @@ class GradientReducer {
   // For plain gradients: multiplies the reduced gradients by `factor` and puts them into .grad of the `used` parameters
   // (by number; empty: all). To be called after finish().
   void show_gradients(const std::vector<char>& used, double factor);
-  // Whether, since the start, some parameter has got two or more gradients in one backward pass. That happens with
-  // activation checkpointing, which runs backward passes inside the pass, and where a gradient is complete only when
-  // the pass ends.
+  // Whether any parameter has received more than one gradient in one backward pass since construction. Reentrant
+  // activation checkpointing does this; such a gradient is complete only at the end of the pass.
   bool any_repeated() const { return any_repeated_; }
   // Returns the reduced gradient of a bucket after finish(), a flat tensor in ReducerOptions::gradient_dtype that the
   // reducer keeps: of the full bucket at stage 0, else of this rank's slice; with keep_local(true) this rank's own
