@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <functional>
 #include <mutex>
 #include <numeric>
 #include <set>
