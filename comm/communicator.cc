@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <functional>
 #include <mutex>
 #include <numeric>
 #include <set>
@@ -120,8 +121,16 @@ Work Communicator::copy_alone(const at::Tensor& output, const at::Tensor& input)
 
 std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name,
                                                       GroupUse use) {
-  std::shared_ptr<Communicator> group =
-      use == GroupUse::kMessages ? make_message_group(ranks, name) : make_group(ranks, name);
+  std::shared_ptr<Communicator> group;
+  Collective meeting{.step = family_->step, .phase = family_->phase, .label = cat("new_group ", name)};
+  const std::function<void(size_t)> make_inside_of = [&](size_t first) {
+    if (first < observers_.size()) {
+      const Observation& own = observers_[first];
+      return own.observer->observe_making(own.group, meeting, [&] { make_inside_of(first + 1); });
+    }
+    group = use == GroupUse::kMessages ? make_message_group(ranks, name) : make_group(ranks, name);
+  };
+  make_inside_of(0);
   if (!group) return group;
   group->family_ = family_;
   for (const Observation& own : observers_) {

@@ -11,6 +11,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -90,6 +91,8 @@ class SlicedParameters {
   void adopt(const at::Tensor& parameter);
   // Makes the parameter full that `tensor` lies in, if it lies in one.
   void fill(const at::Tensor& tensor);
+  // Init::read_part().
+  bool read_part(const at::Tensor& parameter, const at::Tensor& part);
   // Drops what is kept of the parameter.
   void forget(const at::Tensor& parameter);
   // Drops what is kept of the parameters that the program has dropped.
@@ -243,6 +246,35 @@ void SlicedParameters::gather(Entry& entry) {
     flat.fill_(std::numeric_limits<double>::quiet_NaN());
     throw;
   }
+}
+
+bool SlicedParameters::read_part(const at::Tensor& parameter, const at::Tensor& part) {
+  find_moved();
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const auto& entry) { return entry->parameter.is_same(parameter); });
+  if (found == entries_.end() || (*found)->whole()) return false;
+  const Entry& entry = **found;
+  require<CommError>(!failed_, "zero::Init: ", entry.label, " cannot be read after the failure before");
+  const int64_t kept = entry.slice.numel();
+  const auto common = [&](int64_t keeper, int64_t reader) {
+    const int64_t end = std::min({(keeper + 1) * kept, (reader + 1) * part.numel(), parameter.numel()});
+    return std::max(end - std::max(keeper * kept, reader * part.numel()), int64_t{0});
+  };
+  std::vector<int64_t> from;
+  std::vector<int64_t> to;
+  for (int rank = 0; rank < ranks_->size(); ++rank) {
+    from.push_back(common(rank, ranks_->rank()));
+    to.push_back(common(ranks_->rank(), rank));
+  }
+  const int64_t received = std::accumulate(from.begin(), from.end(), int64_t{0});
+  const int64_t sent = std::accumulate(to.begin(), to.end(), int64_t{0});
+  const bool in_place = part.dtype() == entry.slice.dtype() && part.device() == entry.slice.device();
+  const at::Tensor values = part.narrow(0, 0, received);
+  const at::Tensor all = in_place ? values : at::empty({received}, entry.slice.options());
+  ranks_->all_to_all(all, entry.slice.narrow(0, 0, sent), from, to, entry.label).wait();
+  if (!in_place) values.copy_(all);
+  part.narrow(0, received, part.numel() - received).zero_();
+  return true;
 }
 
 void SlicedParameters::drop(size_t index) {
@@ -424,6 +456,9 @@ Init::~Init() = default;
 
 const std::shared_ptr<comm::Communicator>& Init::ranks() const { return parameters_->found().ranks(); }
 void Init::rethrow() { parameters_->rethrow(); }
+bool Init::read_part(const at::Tensor& parameter, const at::Tensor& part) {
+  return parameters_->found().read_part(parameter, part);
+}
 void Init::forget(const at::Tensor& parameter) { parameters_->found().forget(parameter); }
 void Init::end() { parameters_->end(); }
 int64_t Init::live_elements() const { return parameters_->found().live_elements(); }

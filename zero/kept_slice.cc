@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
+
 #include "core/check.h"
 #include "core/numbers/block_codec.h"
 
@@ -20,6 +22,9 @@ KeptSlice::KeptSlice(const at::Tensor& values, int bits, const std::shared_ptr<S
   slice_.copy_(kept);
   store_->unload(slice_, /*changed=*/true);
 }
+
+KeptSlice::KeptSlice(at::Tensor slice)
+    : device_(slice.device()), slice_(std::move(slice)), store_(std::make_shared<SliceStore>(device_)) {}
 
 void KeptSlice::use(bool changes, const std::function<void()>& call) const {
   if (!defined()) return call();

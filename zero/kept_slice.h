@@ -21,6 +21,9 @@ class KeptSlice {
   // precision.
   KeptSlice(const at::Tensor& values, int bits, const std::shared_ptr<SliceStore>& store);
 
+  // Takes over `slice` itself, on the device of its bucket.
+  explicit KeptSlice(at::Tensor slice);
+
   bool defined() const { return slice_.defined(); }
   // The bits of the elements of an encoded slice, else 0.
   int bits() const { return bits_; }

@@ -159,6 +159,17 @@ ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Paramete
 ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters)
     : layout_(std::move(layout)), storage_(layout_, parameters, at::Tensor()) {}
 
+ParameterBucket ParameterBucket::of_slice(BucketLayout layout, const std::vector<Parameter>& parameters,
+                                          at::Tensor slice) {
+  const at::NoGradGuard no_grad;
+  ParameterBucket bucket(std::move(layout), parameters);
+  bucket.storage_ =
+      BucketStorage(bucket.layout_, parameters, tensor_without_memory(bucket.layout_.numel, slice.options()));
+  bucket.slice_ = KeptSlice(std::move(slice));
+  bucket.storage_.begin_released();
+  return bucket;
+}
+
 std::string ParameterBucket::describe(size_t index) const {
   const size_t more = parameters().size() - 1;
   return cat(index, " (", parameters().front().name, more > 0 ? cat(", ", more, " more)") : ")");

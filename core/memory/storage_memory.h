@@ -6,6 +6,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -50,14 +51,27 @@ inline bool has_memory(const at::Tensor& tensor) {
          tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
 }
 
-// A contiguous tensor of `sizes`, of dtype and device of `like`, in such a storage: without memory, history and
-// gradient.
-inline at::Tensor unreadable_tensor(const at::Tensor& like, c10::IntArrayRef sizes, std::string text) {
-  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * like.element_size();
-  at::Tensor result = at::detail::make_tensor<at::TensorImpl>(unreadable_storage(like.device(), bytes, std::move(text)),
-                                                              like.options().computeDispatchKey(), like.dtype());
+// A contiguous tensor of `sizes` in `storage`, with dtype and device of `options`, without history and gradient.
+inline at::Tensor tensor_in(at::Storage storage, c10::IntArrayRef sizes, const at::TensorOptions& options) {
+  at::Tensor result =
+      at::detail::make_tensor<at::TensorImpl>(std::move(storage), options.computeDispatchKey(), options.dtype());
   result.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return result;
+}
+
+// A contiguous tensor of `sizes`, of dtype and device of `like`, in a storage that throws `text`.
+inline at::Tensor unreadable_tensor(const at::Tensor& like, c10::IntArrayRef sizes, std::string text) {
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * like.element_size();
+  return tensor_in(unreadable_storage(like.device(), bytes, std::move(text)), sizes, like.options());
+}
+
+// A flat tensor that has no memory before give_storage() gives it some. It must not be read until then.
+inline at::Tensor tensor_without_memory(int64_t numel, const at::TensorOptions& options) {
+  const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
+  at::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                            c10::DataPtr(nullptr, options.device()),
+                                                            /*allocator=*/nullptr, /*resizable=*/false));
+  return tensor_in(std::move(storage), {numel}, options);
 }
 
 }  // namespace ds

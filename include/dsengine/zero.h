@@ -50,6 +50,10 @@ class Init {
   // Throws again what a collective or the lack of memory threw in the middle of an operator; nothing has been sharded
   // since, and parameters that could not be gathered hold NaN.
   void rethrow();
+  // Writes the part of a parameter that this rank is to have to `part`, flat, and zeros behind the parameter's end,
+  // where the parts of the ranks follow one another: no rank has the full parameter meanwhile. Collective. Returns
+  // false, and writes nothing, where the parameter is not sharded.
+  bool read_part(const at::Tensor& parameter, const at::Tensor& part);
   // Drops what this object keeps of the parameter, because the parameter gets memory of its own.
   void forget(const at::Tensor& parameter);
   // Ends the scope: no tensor made from now on becomes a parameter. Nothing is watched any more, unless parameters of

@@ -179,6 +179,28 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
   return layout;
 }
 
+namespace {
+
+void place_buffers(const ModelParameters& parameters, const BucketOptions& options, StartValues& start) {
+  for (const zero::Parameter& buffer : parameters.buffers) {
+    at::Tensor tensor = buffer.tensor;
+    if (!start.keeps(tensor)) {
+      const at::Tensor values = start.of(buffer);
+      // Other tensors may share a buffer's memory, unless it is spread over fewer elements than it shows.
+      if (tensor.device() == values.device() && tensor.is_non_overlapping_and_dense()) {
+        tensor.copy_(values);
+      } else {
+        zero::point_to(tensor, values);
+      }
+    }
+    const bool kept = options.float32_buffers.contains(tensor.unsafeGetTensorImpl());
+    const std::optional<at::ScalarType> dtype = kept ? at::kFloat : options.buffer_dtype;
+    if (dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*dtype));
+  }
+}
+
+}  // namespace
+
 BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layouts, const BucketOptions& options,
                             StartValues& start, OffloadedState* offloaded, comm::Communicator& shards) {
   const at::NoGradGuard no_grad;
@@ -186,6 +208,12 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
   const std::shared_ptr<SliceStore> store = offloaded ? offloaded->parameter_slices() : nullptr;
   for (zero::BucketLayout& layout : layouts.buckets) {
     const auto dtype = static_cast<at::ScalarType>(layout.dtype);
+    if (options.shard && layout.row_width > 0) {  // no rank ever has the whole: Note [Row-wise tables]
+      const at::Tensor slice = start.of_slice(layout, parameters.trainable);
+      model.buckets.push_back(zero::ParameterBucket::of_slice(std::move(layout), parameters.trainable, slice));
+      model.masters.push_back(slice);
+      continue;
+    }
     const at::Tensor values = start.of_bucket(layout, parameters.trainable);
     model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
     zero::ParameterBucket& bucket = model.buckets.back();
@@ -215,21 +243,7 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
       zero::point_to(parameter.tensor, start.of(parameter).to(options.dtype));
     }
   }
-  for (const zero::Parameter& buffer : parameters.buffers) {
-    at::Tensor tensor = buffer.tensor;
-    if (!start.keeps(tensor)) {
-      const at::Tensor values = start.of(buffer);
-      // Other tensors may share a buffer's memory, unless it is spread over fewer elements than it shows.
-      if (tensor.device() == values.device() && tensor.is_non_overlapping_and_dense()) {
-        tensor.copy_(values);
-      } else {
-        zero::point_to(tensor, values);
-      }
-    }
-    const bool kept = options.float32_buffers.contains(tensor.unsafeGetTensorImpl());
-    const std::optional<at::ScalarType> dtype = kept ? at::kFloat : options.buffer_dtype;
-    if (dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*dtype));
-  }
+  place_buffers(parameters, options, start);
   return model;
 }
 

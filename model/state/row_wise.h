@@ -10,7 +10,8 @@
 //   * RowOptimizer::update_rows() updates these rows of the slice and its states;
 //   * ParameterAccess::updated_rows() sends them to the other ranks.
 // At stage 3 no rank has the table: RowTables reads the rows that layers name from the ranks that own them, gradients
-// go to these, and nothing is sent after an update.
+// go to these, and nothing is sent after an update. Nor is it whole while it gets its first values
+// (StartValues::of_slice()).
 // Slices, states and checkpoints are those of any bucket. engine/setup/row_wise_setup.h decides which tables are so.
 #pragma once
 

@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "core/check.h"
@@ -10,6 +12,23 @@
 #include "optim/chunked_update.h"
 
 namespace ds::engine {
+namespace {
+
+// Sends each rank its slice of rank 0's values, which follow one another and end in zeros.
+void scatter_slices(const at::Tensor& values, const at::Tensor& slice, comm::Communicator& ranks) {
+  const char* const label = "initial parameters";
+  if (ranks.rank() != 0) return ranks.irecv(slice, 0, /*tag=*/0, label).wait();
+  const at::Tensor flat = values.reshape({-1});
+  for (int owner = ranks.size() - 1; owner >= 0; --owner) {  // its own stays in `slice`
+    const int64_t begin = std::min(owner * slice.numel(), flat.numel());
+    const int64_t length = std::min(slice.numel(), flat.numel() - begin);
+    slice.narrow(0, 0, length).copy_(flat.narrow(0, begin, length));
+    slice.narrow(0, length, slice.numel() - length).zero_();
+    if (owner > 0) ranks.isend(slice, owner, /*tag=*/0, label).wait();
+  }
+}
+
+}  // namespace
 
 StartValues::StartValues(const torch::nn::Module& module, StartFiles& files, zero::Init* init, const Ranks& ranks,
                          Elsewhere elsewhere)
@@ -29,19 +48,38 @@ at::Tensor StartValues::source(const zero::Parameter& tensor) const {
   return tensor.tensor.detach();
 }
 
+// After the last read of a tensor that zero::Init may have sharded.
+void StartValues::end_source(const at::Tensor& tensor) {
+  if (!init_) return;
+  init_->rethrow();
+  init_->forget(tensor);
+}
+
 at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
   const at::NoGradGuard no_grad;
   const at::ScalarType dtype = optimizers::state_type(static_cast<at::ScalarType>(layout.dtype));
   const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(dtype).device(device_),
                                         [this](const zero::Parameter& parameter) { return source(parameter); });
-  if (init_) {
-    init_->rethrow();
-    for (const Segment& segment : layout.segments) {
-      init_->forget(parameters[static_cast<size_t>(segment.parameter)].tensor);
-    }
+  for (const Segment& segment : layout.segments) {
+    end_source(parameters[static_cast<size_t>(segment.parameter)].tensor);
   }
   if (world_.size() > 1) world_.broadcast(flat, 0, "initial parameters").wait();
   return flat;
+}
+
+at::Tensor StartValues::of_slice(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
+  const at::NoGradGuard no_grad;
+  ensure(layout.segments.size() == 1 && layout.numel == layout.slice_numel * world_.size(),
+         "slices of one parameter for all ranks are made");
+  const zero::Parameter& parameter = parameters[static_cast<size_t>(layout.segments.front().parameter)];
+  const at::ScalarType dtype = optimizers::state_type(static_cast<at::ScalarType>(layout.dtype));
+  const at::Tensor slice = at::empty({layout.slice_numel}, at::TensorOptions().dtype(dtype).device(device_));
+  const bool of_module = files_.is_settled(parameter.name) && !elsewhere_;
+  if (!of_module || !init_ || !init_->read_part(parameter.tensor, slice)) {
+    scatter_slices(source(parameter), slice, world_);
+  }
+  end_source(parameter.tensor);
+  return slice;
 }
 
 at::Tensor StartValues::of(const zero::Parameter& tensor) {
@@ -50,10 +88,7 @@ at::Tensor StartValues::of(const zero::Parameter& tensor) {
       at::empty(tensor.tensor.sizes(), tensor.tensor.options().device(device_).requires_grad(false));
   const at::Tensor from = source(tensor);
   if (from.defined()) values.copy_(from);
-  if (init_) {
-    init_->rethrow();
-    init_->forget(tensor.tensor);
-  }
+  end_source(tensor.tensor);
   if (world_.size() > 1 && values.numel() > 0) world_.broadcast(values, 0, tensor.name).wait();
   return values;
 }

@@ -33,6 +33,9 @@ class StartValues {
   // Returns the values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The
   // parameters may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
+  // Returns this rank's slice of what of_bucket() returns for a bucket of one parameter, [layout.slice_numel], while no
+  // rank makes the whole: rank 0 sends each rank its slice, and what zero::Init has sharded goes from slice to slice.
+  at::Tensor of_slice(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
   // Whether the module's own values stay where they are: one rank, no file, the right device.
   bool keeps(const at::Tensor& tensor) const {
     return !files_.given() && world_.size() == 1 && tensor.device() == device_;
@@ -42,6 +45,7 @@ class StartValues {
 
  private:
   at::Tensor source(const zero::Parameter& tensor) const;
+  void end_source(const at::Tensor& tensor);
 
   StartFiles& files_;
   zero::Init* init_;

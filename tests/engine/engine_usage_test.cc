@@ -392,6 +392,18 @@ TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
   });
 }
 
+// An order of features, say, or weights of a quantized layer.
+TEST(EngineUsage, AFrozenParameterOfIntegersIsToBeABuffer) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    model->register_parameter("order", torch::arange(6), /*requires_grad=*/false);
+    EXPECT_THAT([&] { start(model.ptr(), small_config(0, 1), communicator); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("parameter order: expected a dense float32"),
+                                                HasSubstr("register_buffer(\"order\", values)"),
+                                                Not(HasSubstr("model->to(torch::kFloat)")))));
+  });
+}
+
 TEST(EngineUsage, RanksThatDifferAreNamed) {
   const auto failure_of = [](auto&& body) {
     try {

@@ -195,18 +195,19 @@ TEST(RowWiseTables, CheckpointsLoadIntoAnyNumberOfRanksAndDenseTables) {
 }
 
 TEST(RowWiseTables, ThePlanSaysWhichTablesAreDenseAndWhy) {
-  const auto plan_of = [](const ordered_json& more, const RowNetOptions& options) {
+  const auto plan_of = [](const ordered_json& more, const RowNetOptions& options, int ranks = 1) {
     std::string plan;
-    test::run_ranks(1, [&](comm::Communicator& communicator) {
+    test::run_ranks(ranks, [&](comm::Communicator& communicator) {
       RowNet model(options);
       ordered_json config = row_config(0, "SGD");
       config.merge_patch(more);
-      plan = to_table(start(model.ptr(), config, communicator).engine->plan());
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      if (communicator.rank() == 0) plan = to_table(engine->plan());
     });
     return plan;
   };
-  const auto expect_dense = [&](const ordered_json& more, const char* reason) {
-    const std::string plan = plan_of(more, {});
+  const auto expect_dense = [&](const ordered_json& more, const char* reason, int ranks = 1) {
+    const std::string plan = plan_of(more, {}, ranks);
     EXPECT_THAT(plan, AllOf(HasSubstr("words.weight, tags.weight: dense"), HasSubstr(reason)));
     EXPECT_EQ(plan.find("row-wise"), std::string::npos) << plan;
   };
@@ -214,7 +215,13 @@ TEST(RowWiseTables, ThePlanSaysWhichTablesAreDenseAndWhy) {
   expect_dense({{"optimizer", {{"params", {{"momentum", 0.9}}}}}}, "momentum 0.9 moves rows");
   expect_dense({{"optimizer", {{"params", {{"weight_decay", 0.1}}}}}}, "weight_decay 0.1 moves rows");
   expect_dense({{"zero_optimization", {{"stage", 3}, {"offload_param", {{"device", "cpu"}}}}}}, "offload_param keeps");
+  expect_dense({{"zero_optimization", {{"stage", 3}, {"zero_hpz_partition_size", 2}}}}, "zero_hpz_partition_size keeps",
+               4);
+  expect_dense({{"zero_optimization", {{"stage", 3}, {"zero_quantized_weights", true}}}},
+               "zero_quantized_weights sends", 2);
+  expect_dense({{"zero_optimization", {{"stage", 3}, {"mics_shard_size", 2}}}}, "mics_shard_size keeps", 4);
   expect_dense({{"bf16", {{"enabled", true}}}}, "all float32");
+  expect_dense({{"fp16", {{"enabled", true}}}, {"zero_optimization", {{"stage", 3}}}}, "all float32", 2);
   expect_dense({{"zero_force_ds_cpu_optimizer", false},
                 {"zero_optimization", {{"stage", 1}, {"offload_optimizer", {{"device", "cpu"}}}}}},
                "offload_optimizer updates whole slices");

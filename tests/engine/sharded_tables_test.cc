@@ -3,12 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <optional>
+
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/ema.h"
 #include "dsengine/engine.h"
 #include "dsengine/zero.h"
+#include "profiling/tensor_memory.h"
 #include "tests/engine/row_net.h"
 #include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
@@ -169,6 +173,32 @@ TEST(ShardedTables, AreWholeInScopesAndInViewsThatWereMadeThere) {
     };
     EXPECT_LE(largest_difference(weights(true), weights(false)), 1e-6);
   });
+}
+
+// The program's module has the whole table, or zero::Init has sharded it: initialize() adds the slice of each rank.
+TEST(ShardedTables, AreMadeWithoutAWholeTable) {
+  constexpr int64_t kRows = 100'000;
+  constexpr int64_t kTableBytes = kRows * 6 * 4;
+  for (const bool sliced : {false, true}) {
+    SCOPED_TRACE(sliced ? "zero::Init" : "module");
+    test::run_ranks(4, [&](comm::Communicator& communicator) {
+      const RowNetOptions options{.rows = kRows};
+      std::optional<zero::Init> init;
+      if (sliced) init.emplace(borrowed(communicator), zero::InitOptions{.max_live = 0, .smallest = 1000});
+      RowNet model(options);
+      profiling::TensorMemory memory;
+      const auto engine = initialize({.model = model.ptr(),
+                                      .config = row_config(3, "SGD"),
+                                      .init = sliced ? &*init : nullptr,
+                                      .communicator = sliced ? nullptr : borrowed(communicator)})
+                              .engine;
+      EXPECT_LT(memory.take_peak_bytes(), kTableBytes / 2) << "a slice is a quarter";
+      const RowNet plain(options);
+      const auto whole = engine->gathered_parameters(model->parameters());
+      EXPECT_TRUE(model->words->weight.equal(plain->words->weight));
+      EXPECT_TRUE(model->tags->weight.equal(plain->tags->weight));
+    });
+  }
 }
 
 // All ranks read the same rows, and compare with a table that is whole.

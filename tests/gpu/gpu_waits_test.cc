@@ -337,8 +337,10 @@ TEST(GpuLateStep, RanksThatPartAreAnErrorOneStepLater) {
     model->last->bias.mul_(2.0);
   };
   const auto clip = [](Engine& engine, SmallNet&) { engine.clip_grad_norm_(1e-3); };
+  const auto decay = [](Engine& engine, SmallNet&) { engine.optimizer()->groups().front().weight_decay = 0.5; };
   for (const char* precision : {"bf16", "fp32"}) {
     expect_an_error_one_step_later(precision, change, "changed last.bias");
+    expect_an_error_one_step_later(precision, decay, "weight_decay of parameter group 0");
     expect_an_error_one_step_later(precision, clip, "changed gradients");
     expect_an_error_one_step_later(precision, change, "changed last.bias", /*saves=*/true);
   }

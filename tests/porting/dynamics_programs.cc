@@ -1,10 +1,10 @@
 // Programs about systems that move: PPO on pendulums, a network beside a solver, a neural ODE with its adjoint,
 // truncated backpropagation through time, and a network that is the fixed point of a step.
-#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "tests/porting/surrogate.h"
 #include "tests/porting/trainer.h"
 
 namespace ds::engine {
@@ -117,26 +117,6 @@ Losses train_ppo(const Trainer& trainer) {
 }
 
 // --- a surrogate of a solver, in float64 with the program's Adam and torch's StepLR ---------------------------------
-
-constexpr int64_t kPoints = 12;
-
-struct SurrogateImpl : nn::Module {
-  explicit SurrogateImpl(int64_t fields) {
-    net = register_module("net", nn::Sequential(nn::Linear(kPoints, 24), nn::Tanh(), nn::Linear(24, kPoints)));
-    field = register_buffer("field", torch::zeros({fields, kPoints}));
-    draw_weights(*this, 31);
-    to(torch::kDouble);
-  }
-  at::Tensor forward(const at::Tensor& u) { return u + 0.1 * net->forward(u); }
-  nn::Sequential net;
-  at::Tensor field;  // the solver's, of this rank
-};
-TORCH_MODULE(Surrogate);
-
-at::Tensor solve(at::Tensor u, int step) {
-  for (int i = 0; i < 5; ++i) u = u + 0.2 * (u.roll(1, 1) + u.roll(-1, 1) - 2 * u) + 0.01 * std::sin(0.1 * step);
-  return u;
-}
 
 Losses train_surrogate(const Trainer& trainer) {
   Surrogate net(kGlobalBatch / trainer.world());
