@@ -132,13 +132,15 @@ void require_given(const InitializeOptions& options) {
   require(options.model != nullptr, "initialize: expected a model, found none; pass .model = model.ptr()");
   require<ConfigError>(!options.config.empty(), "initialize: expected a ds_config, found none; pass ",
                        ".config = \"ds_config.json\"");
+  require_one_client(options);
 }
 
 PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& config, const ModelState& model) {
   PlanFacts facts;
-  facts.trains = options.optimizer || config.optimizer.given();
-  facts.client_optimizer = options.optimizer != nullptr;
-  facts.client_on_slices = model.optimizer.client_states != nullptr;
+  const bool made_later = options.make_optimizer && !options.optimizer;
+  facts.trains = options.optimizer || made_later || config.optimizer.given();
+  facts.client_optimizer = options.optimizer || made_later;
+  facts.client_on_slices = model.optimizer.client_states != nullptr || made_later;
   if (options.optimizer) facts.client_name = optimizers::client_name(*options.optimizer);
   if (options.lr_scheduler) facts.given_schedule = ".lr_scheduler";
   if (options.torch_scheduler) facts.given_schedule = ".torch_scheduler";
@@ -163,7 +165,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   model.ranks = place_ranks(job, options, config);
   if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
-  model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
+  model.optimizer = describe_client(options, config, model.ranks);
   model.plan = draft_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(model.optimizer, options, model.plan);
   if (options.ema != EmaOptions()) require_ema(model, options.ema);
@@ -238,7 +240,8 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
                         const std::string& settings, const ModelParameters& parameters) {
   const Ranks& ranks = model.ranks;
   if (model.plan.topology.pipe > 1) {
-    const std::string layers = config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline);
+    const std::string layers =
+        config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline) + client_lines(model.optimizer);
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
@@ -396,7 +399,8 @@ void build_steps(Engine::Impl& impl) {
   impl.shown.emplace(impl.state);
 }
 
-Initialized put_together(const InitializeOptions& options) {
+Initialized put_together(const InitializeOptions& given) {
+  InitializeOptions options = given;  // .make_optimizer gives the optimizer
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group
@@ -407,6 +411,7 @@ Initialized put_together(const InitializeOptions& options) {
   StartFiles files(
       {.weights = options.weights, .match = options.weights_options, .seed = static_cast<uint64_t>(impl->config.seed)});
   place_module(impl->state, options, impl->config, files);
+  if (options.make_optimizer) make_client(impl->state, options, impl->config);
   build_model(impl->state, options, impl->config, files);
   impl->start_weights = files.report();
   if (impl->state.ranks.world->rank() == 0) say_what_runs(impl->config, impl->state.plan);

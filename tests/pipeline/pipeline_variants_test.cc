@@ -1,11 +1,16 @@
 // Pipelines together with what a config switches on: precisions, offload, optimizers, groups.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::pipeline {
 namespace {
@@ -92,6 +97,137 @@ TEST_P(PipelineVariants, TrainAsOnOneStage) {
 std::string name_of_variant(const testing::TestParamInfo<size_t>& index) { return variants()[index.param].name; }
 
 INSTANTIATE_TEST_SUITE_P(Config, PipelineVariants, testing::Range(size_t{0}, variants().size()), name_of_variant);
+
+// --- optimizers of the program ---------------------------------------------------------------------------------------
+
+// The values of config_of().
+std::shared_ptr<torch::optim::Optimizer> adamw_over(const std::vector<at::Tensor>& parameters) {
+  return std::make_shared<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+}
+
+// Two groups, of which stages without the embedding have an empty one.
+std::shared_ptr<torch::optim::Optimizer> grouped_adamw(torch::nn::Module& model) {
+  std::vector<at::Tensor> embedding, others;
+  for (const auto& item : model.named_parameters()) {
+    (item.key().starts_with("embed") ? embedding : others).push_back(item.value());
+  }
+  const auto of = [](double lr) {
+    return std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(lr).weight_decay(0.01));
+  };
+  return std::make_shared<torch::optim::AdamW>(
+      std::vector<torch::optim::OptimizerParamGroup>{{std::move(others), of(1e-3)}, {std::move(embedding), of(4e-3)}});
+}
+
+using MakeOptimizer = std::function<std::shared_ptr<torch::optim::Optimizer>(torch::nn::Module&)>;
+
+struct ClientJob {
+  int pipe = 2;
+  int data = 1;
+  int zero_stage = 0;
+  MakeOptimizer make;  // none: the config's
+  bool tied = true;
+};
+
+void run_client(const ClientJob& job, const std::function<void(Rank&)>& body) {
+  test::run_ranks(job.pipe * job.data, [&](comm::Communicator& world) {
+    torch::set_num_threads(1);
+    const auto model = std::make_shared<PipelineModule>(layers_of(4, job.tied), PipelineOptions{.loss = cross_entropy});
+    auto parts = engine::initialize({.model = model,
+                                     .config = config_of(job.pipe, "1f1b", job.zero_stage),
+                                     .make_optimizer = job.make,
+                                     .communicator = test::borrowed(world)});
+    Rank rank{*parts.engine, world.rank()};
+    body(rank);
+  });
+}
+
+std::vector<double> client_losses(const ClientJob& job) {
+  std::vector<double> losses;
+  run_client(job, [&](Rank& rank) {
+    for (int step = 0; step < kSteps; ++step) {
+      const double loss = rank.train_step(step);
+      if (rank.world_rank == 0) losses.push_back(loss);
+    }
+  });
+  return losses;
+}
+
+TEST(PipelineClientOptimizer, OfEachStageStepsAsThatOfTheWholeModel) {
+  const MakeOptimizer plain = [](torch::nn::Module& model) { return adamw_over(model.parameters()); };
+  for (const auto& make : {plain, MakeOptimizer(grouped_adamw)}) {
+    for (const bool tied : {false, true}) {
+      const std::vector<double> wanted = client_losses({.pipe = 1, .data = 2, .make = make, .tied = tied});
+      for (const int stage : {0, 1, 2, 3}) {
+        SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
+        expect_near(client_losses({.pipe = 2, .data = 2, .zero_stage = stage, .make = make, .tied = tied}), wanted,
+                    5e-6);
+      }
+    }
+  }
+  expect_near(client_losses({.make = plain}), client_losses({}), 5e-6);
+}
+
+TEST(PipelineClientOptimizer, MayHaveParametersOfModulesThatOtherStagesUse) {
+  const auto train = [](int pipe) {
+    std::vector<double> losses;
+    test::run_ranks(pipe, [&](comm::Communicator& world) {
+      torch::set_num_threads(1);
+      std::vector<LayerSpec> layers;
+      std::vector<at::Tensor> parameters;
+      const auto add = [&](const auto& module, const std::string& name) {
+        layers.push_back(LayerSpec::module(module).named(name));
+        for (const at::Tensor& parameter : module->parameters()) parameters.push_back(parameter);
+      };
+      add(TokenEmbedding("embed"), "embed");
+      for (int i = 0; i < 2; ++i) add(Mixer(std::to_string(i)), "h." + std::to_string(i));
+      add(Head("head"), "head");
+      auto parts =
+          engine::initialize({.model = std::make_shared<PipelineModule>(layers, PipelineOptions{.loss = cross_entropy}),
+                              .config = config_of(pipe, "1f1b", 1),
+                              .optimizer = adamw_over(parameters),
+                              .communicator = test::borrowed(world)});
+      Rank rank{*parts.engine, world.rank()};
+      for (int step = 0; step < kSteps; ++step) {
+        const double loss = rank.train_step(step);
+        if (world.rank() == 0) losses.push_back(loss);
+      }
+    });
+    return losses;
+  };
+  expect_near(train(2), train(1), 5e-6);
+}
+
+TEST(PipelineClientOptimizer, GoesOnInOtherStagesAndFromTheConfigsOptimizer) {
+  const std::vector<double> wanted = client_losses({.pipe = 1});
+  const MakeOptimizer make = [](torch::nn::Module& model) { return adamw_over(model.parameters()); };
+  for (const auto& [from, to] : {std::pair(make, MakeOptimizer()), {MakeOptimizer(), make}, {make, make}}) {
+    const test::ScratchFolder folder;
+    run_client({.pipe = 2, .zero_stage = 1, .make = from}, [&](Rank& rank) {
+      for (int step = 0; step < kSteps / 2; ++step) rank.train_step(step);
+      rank.engine.save_checkpoint(folder.path().string());
+    });
+    std::vector<double> losses;
+    run_client({.pipe = 4, .zero_stage = 2, .make = to}, [&](Rank& rank) {
+      rank.engine.load_checkpoint(folder.path().string());
+      for (int step = kSteps / 2; step < kSteps; ++step) {
+        const double loss = rank.train_step(step);
+        if (rank.world_rank == 0) losses.push_back(loss);
+      }
+    });
+    expect_near(losses, {wanted.begin() + kSteps / 2, wanted.end()}, 5e-6);
+  }
+}
+
+TEST(PipelineClientOptimizer, IsRefusedByNameWhereItCannotStepOnStages) {
+  const MakeOptimizer lbfgs = [](torch::nn::Module& model) {
+    return std::make_shared<torch::optim::LBFGS>(model.parameters(), torch::optim::LBFGSOptions());
+  };
+  EXPECT_THAT(test::thrown_by([&] { run_client({.make = lbfgs}, [](Rank& /*rank*/) {}); }),
+              testing::HasSubstr("LBFGS"));
+  const MakeOptimizer none = [](torch::nn::Module& /*model*/) { return nullptr; };
+  EXPECT_THAT(test::thrown_by([&] { run_client({.make = none}, [](Rank& /*rank*/) {}); }),
+              testing::HasSubstr("expected an optimizer, found null"));
+}
 
 }  // namespace
 }  // namespace ds::pipeline
