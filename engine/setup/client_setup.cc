@@ -101,6 +101,16 @@ std::vector<optimizers::NamedStates> previous_states(const torch::optim::Optimiz
 }
 
 // Options of classes of the program's need not say a learning rate.
+size_t parameters_in(const torch::optim::Optimizer& optimizer) {
+  size_t count = 0;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) count += group.params().size();
+  return count;
+}
+
+constexpr const char* kLayersAreBuilt =
+    "The layers of a pipeline::PipelineModule are built by initialize: give a function that makes the optimizer over "
+    "the parameters of the model that it gets, .make_optimizer, in its place";
+
 void require_rates(const torch::optim::Optimizer& optimizer, const std::string& name) {
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     try {
@@ -114,11 +124,15 @@ void require_rates(const torch::optim::Optimizer& optimizer, const std::string& 
 
 }  // namespace
 
-void require_one_client(const InitializeOptions& options) {
+void require_client(const InitializeOptions& options) {
   require<ConfigError>(!options.make_optimizer || (!options.optimizer && !options.torch_scheduler),
                        "initialize: .make_optimizer: expected neither .optimizer nor .torch_scheduler with it, found ",
                        options.optimizer ? ".optimizer" : ".torch_scheduler, which needs an optimizer that is there",
                        "; remove one of the two");
+  if (!options.optimizer) return;
+  require<ConfigError>(parameters_in(*options.optimizer) > 0,
+                       "initialize: .optimizer: expected parameters of the model, found none in ",
+                       optimizers::client_name(*options.optimizer), ". ", kLayersAreBuilt);
 }
 
 ModelOptimizer describe_client(const InitializeOptions& options, const config::DsConfig& config, const Ranks& ranks) {
@@ -127,8 +141,6 @@ ModelOptimizer describe_client(const InitializeOptions& options, const config::D
   if (!options.optimizer) return result;
   torch::optim::Optimizer& optimizer = *options.optimizer;
   const std::string name = optimizers::client_name(optimizer);
-  require<ConfigError>(!optimizer.param_groups().empty(), "initialize: .optimizer: expected groups of parameters, ",
-                       "found none in ", name);
   std::optional<std::vector<ClientState>> states = optimizers::states_of_torch(optimizer);
   if (!states && !needs_slices(config, ranks)) return result;
   if (!states) {
@@ -139,11 +151,10 @@ ModelOptimizer describe_client(const InitializeOptions& options, const config::D
     if (wants_closure) probe.problem = "computes the loss several times inside of step(), from all parameters";
     require<ConfigError>(
         probe.problem.empty(), "initialize: .optimizer: ", name, " ", probe.problem,
-        ". With ZeRO stages 1 to 3, fp16, bf16, tensor_parallel and several pipeline stages an optimizer works on "
-        "flat ",
-        "slices of parameters, each element by itself. Expected zero_optimization.stage 0 in float32 with it, on ",
-        "ranks that have the whole model, or another optimizer: torch's ",
-        "SGD, Adam, AdamW, RMSprop, Adagrad, or the optimizer section of the config");
+        ". With ZeRO stages 1 to 3, fp16, bf16, tensor_parallel and several pipeline stages an optimizer works on ",
+        "flat slices of parameters, each element by itself. Expected zero_optimization.stage 0 in float32 with it, ",
+        "on ranks that have the whole model, or another optimizer: torch's SGD, Adam, AdamW, RMSprop, Adagrad, or ",
+        "the optimizer section of the config");
     states = std::move(probe.states);
   }
   result.client_states = std::make_shared<const std::vector<ClientState>>(std::move(*states));
@@ -192,6 +203,11 @@ void make_client(ModelState& model, InitializeOptions& options, const config::Ds
   }
   const int failed = comm::failed_rank(failure, model.ranks.device, *model.ranks.world);
   require<ConfigError>(failed < 0, "initialize: .make_optimizer: rank ", failed, " has failed; its message says why");
+  const auto own = static_cast<double>(parameters_in(*options.optimizer));  // none of a stage that stays as it is
+  require<ConfigError>(
+      comm::mean_of_ranks(own, model.ranks.device, *model.ranks.world, "parameters of .make_optimizer") > 0,
+      "initialize: .make_optimizer: expected parameters of the model, found none on any rank in ",
+      optimizers::client_name(*options.optimizer), "; make it over those of the model that it gets");
 }
 
 std::string client_lines(const ModelOptimizer& optimizer) {
@@ -227,7 +243,7 @@ OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParame
       require(known.contains(trained_tensor(parameter).unsafeGetTensorImpl()),
               "initialize: .optimizer: expected parameters of the model, found a tensor of shape ", parameter.sizes(),
               " in its group ", number, " that is none: was the optimizer made for another model, or given to ",
-              "another engine? Make one over model->parameters() for each engine");
+              "another engine? Make one over model->parameters() for each engine. ", kLayersAreBuilt);
       group_of[trained_tensor(parameter).unsafeGetTensorImpl()] = number;
     }
     groups.options.push_back(optimizers::group_options_of(group.options()));

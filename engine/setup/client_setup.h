@@ -11,8 +11,8 @@
 
 namespace ds::engine {
 
-// Throws ConfigError for more than one optimizer of the program.
-void require_one_client(const InitializeOptions& options);
+// Throws ConfigError for more than one optimizer of the program, and for one without parameters.
+void require_client(const InitializeOptions& options);
 
 // Decides, before there is a plan, whether the optimizer works on slices or, where it cannot and the config leaves
 // parameters full, on full parameters. A class that is none of torch's is tried on small tensors
@@ -22,8 +22,8 @@ ModelOptimizer describe_client(const InitializeOptions& options, const config::D
 // Throws ConfigError for features that an optimizer of the program excludes.
 void require_compatible_client(const ModelOptimizer& optimizer, const InitializeOptions& options, const Plan& plan);
 
-// Calls .make_optimizer on a model whose layers are built, and puts the result into `options` and `model`, which has
-// its plan. Collective over all ranks: where one of them fails, all throw.
+// Calls .make_optimizer on a model whose layers are built and whose parameters are not split yet, and puts the result
+// into `options` and `model`, which has its plan. Collective over all ranks: where one of them fails, all throw.
 void make_client(ModelState& model, InitializeOptions& options, const config::DsConfig& config);
 
 // Describes what stages of a pipeline have to bring alike of the program's optimizer, as lines "what<TAB>value"; empty

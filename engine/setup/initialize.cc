@@ -132,7 +132,7 @@ void require_given(const InitializeOptions& options) {
   require(options.model != nullptr, "initialize: expected a model, found none; pass .model = model.ptr()");
   require<ConfigError>(!options.config.empty(), "initialize: expected a ds_config, found none; pass ",
                        ".config = \"ds_config.json\"");
-  require_one_client(options);
+  require_client(options);
 }
 
 PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& config, const ModelState& model) {
@@ -205,8 +205,7 @@ void tell_of_buffers(const ModelState& model, bool from_file) {
 
 // The module on its device: layers of a pipeline are built, all others moved as they are or, where they have no memory
 // yet, later, bucket by bucket.
-void place_module(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
-                  StartFiles& files) {
+void place_module(ModelState& model, InitializeOptions& options, const config::DsConfig& config, StartFiles& files) {
   if (const auto layers = pipeline_of(options)) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
             "on the ranks that have them; remove it");
@@ -220,6 +219,8 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) broadcast_tied_weights(model.pipeline->tied);
   tell_of_buffers(model, /*from_file=*/files.given());
+  // Before the split: parameters in parts are no leaves, which torch's optimizers refuse.
+  if (options.make_optimizer) make_client(model, options, config);
   model.tensor = split_over_tensor_axis(model.ranks, options, config, files);
 }
 
@@ -411,7 +412,6 @@ Initialized put_together(const InitializeOptions& given) {
   StartFiles files(
       {.weights = options.weights, .match = options.weights_options, .seed = static_cast<uint64_t>(impl->config.seed)});
   place_module(impl->state, options, impl->config, files);
-  if (options.make_optimizer) make_client(impl->state, options, impl->config);
   build_model(impl->state, options, impl->config, files);
   impl->start_weights = files.report();
   if (impl->state.ranks.world->rank() == 0) say_what_runs(impl->config, impl->state.plan);

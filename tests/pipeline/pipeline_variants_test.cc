@@ -4,16 +4,22 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/grid.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thrown.h"
 
 namespace ds::pipeline {
 namespace {
+
+using testing::AllOf;
+using testing::Each;
+using testing::HasSubstr;
 
 // The same training on one stage, with something changed in the config.
 using Change = std::function<void(nlohmann::json&)>;
@@ -126,16 +132,17 @@ struct ClientJob {
   int zero_stage = 0;
   MakeOptimizer make;  // none: the config's
   bool tied = true;
+  nlohmann::json more = nlohmann::json::object();
 };
 
 void run_client(const ClientJob& job, const std::function<void(Rank&)>& body) {
+  nlohmann::json config = config_of(job.pipe, "1f1b", job.zero_stage);
+  config.merge_patch(job.more);
   test::run_ranks(job.pipe * job.data, [&](comm::Communicator& world) {
     torch::set_num_threads(1);
     const auto model = std::make_shared<PipelineModule>(layers_of(4, job.tied), PipelineOptions{.loss = cross_entropy});
-    auto parts = engine::initialize({.model = model,
-                                     .config = config_of(job.pipe, "1f1b", job.zero_stage),
-                                     .make_optimizer = job.make,
-                                     .communicator = test::borrowed(world)});
+    auto parts = engine::initialize(
+        {.model = model, .config = config, .make_optimizer = job.make, .communicator = test::borrowed(world)});
     Rank rank{*parts.engine, world.rank()};
     body(rank);
   });
@@ -152,19 +159,31 @@ std::vector<double> client_losses(const ClientJob& job) {
   return losses;
 }
 
+std::shared_ptr<torch::optim::Optimizer> plain_adamw(torch::nn::Module& model) {
+  return adamw_over(model.parameters());
+}
+
 TEST(PipelineClientOptimizer, OfEachStageStepsAsThatOfTheWholeModel) {
-  const MakeOptimizer plain = [](torch::nn::Module& model) { return adamw_over(model.parameters()); };
-  for (const auto& make : {plain, MakeOptimizer(grouped_adamw)}) {
-    for (const bool tied : {false, true}) {
-      const std::vector<double> wanted = client_losses({.pipe = 1, .data = 2, .make = make, .tied = tied});
-      for (const int stage : {0, 1, 2, 3}) {
-        SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
-        expect_near(client_losses({.pipe = 2, .data = 2, .zero_stage = stage, .make = make, .tied = tied}), wanted,
-                    5e-6);
-      }
-    }
+  const std::vector<std::pair<bool, bool>> models = {{false, false}, {false, true}, {true, false}, {true, true}};
+  for (const auto& [of, stage] : test::grid_sample(1, models, std::vector{0, 1, 2, 3})) {
+    const auto [grouped, tied] = of;
+    SCOPED_TRACE(testing::Message() << "stage " << stage << ", grouped " << grouped << ", tied " << tied);
+    const MakeOptimizer make = grouped ? grouped_adamw : plain_adamw;
+    const std::vector<double> wanted = client_losses({.pipe = 1, .data = 2, .make = make, .tied = tied});
+    expect_near(client_losses({.data = 2, .zero_stage = stage, .make = make, .tied = tied}), wanted, 5e-6);
   }
-  expect_near(client_losses({.make = plain}), client_losses({}), 5e-6);
+}
+
+TEST(PipelineClientOptimizer, StepsAsThatOfTheConfig) {
+  expect_near(client_losses({.make = plain_adamw}), client_losses({}), 5e-6);
+  const nlohmann::json half = {{"bf16", {{"enabled", true}}}};
+  const nlohmann::json scaled = {{"fp16", {{"enabled", true}, {"initial_scale_power", 8}}}};
+  const nlohmann::json host = {{"zero_optimization", {{"offload_optimizer", {{"device", "cpu"}}}}}};
+  for (const auto& [stage, more] : std::vector<std::pair<int, nlohmann::json>>{{1, half}, {3, scaled}, {2, host}}) {
+    SCOPED_TRACE(more.dump());
+    expect_near(client_losses({.data = 2, .zero_stage = stage, .make = plain_adamw, .more = more}),
+                client_losses({.data = 2, .zero_stage = stage, .more = more}), 1e-5);
+  }
 }
 
 TEST(PipelineClientOptimizer, MayHaveParametersOfModulesThatOtherStagesUse) {
@@ -199,7 +218,7 @@ TEST(PipelineClientOptimizer, MayHaveParametersOfModulesThatOtherStagesUse) {
 
 TEST(PipelineClientOptimizer, GoesOnInOtherStagesAndFromTheConfigsOptimizer) {
   const std::vector<double> wanted = client_losses({.pipe = 1});
-  const MakeOptimizer make = [](torch::nn::Module& model) { return adamw_over(model.parameters()); };
+  const MakeOptimizer make = plain_adamw;
   for (const auto& [from, to] : {std::pair(make, MakeOptimizer()), {MakeOptimizer(), make}, {make, make}}) {
     const test::ScratchFolder folder;
     run_client({.pipe = 2, .zero_stage = 1, .make = from}, [&](Rank& rank) {
@@ -218,15 +237,62 @@ TEST(PipelineClientOptimizer, GoesOnInOtherStagesAndFromTheConfigsOptimizer) {
   }
 }
 
+// What each of two stages says of options that `edit` makes wrong.
+std::vector<std::string> refusals(const std::function<void(engine::InitializeOptions& options, int rank)>& edit) {
+  std::vector<std::string> texts(2);
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto model = std::make_shared<PipelineModule>(layers_of(4, true), PipelineOptions{.loss = cross_entropy});
+    engine::InitializeOptions options{
+        .model = model, .config = config_of(2, "1f1b", 1), .communicator = test::borrowed(world)};
+    edit(options, world.rank());
+    texts[static_cast<size_t>(world.rank())] = test::thrown_by([&] { engine::initialize(options); });
+  });
+  return texts;
+}
+
 TEST(PipelineClientOptimizer, IsRefusedByNameWhereItCannotStepOnStages) {
-  const MakeOptimizer lbfgs = [](torch::nn::Module& model) {
-    return std::make_shared<torch::optim::LBFGS>(model.parameters(), torch::optim::LBFGSOptions());
+  const auto made_by = [](const MakeOptimizer& make) {
+    return refusals([&](engine::InitializeOptions& options, int /*rank*/) { options.make_optimizer = make; });
   };
-  EXPECT_THAT(test::thrown_by([&] { run_client({.make = lbfgs}, [](Rank& /*rank*/) {}); }),
-              testing::HasSubstr("LBFGS"));
-  const MakeOptimizer none = [](torch::nn::Module& /*model*/) { return nullptr; };
-  EXPECT_THAT(test::thrown_by([&] { run_client({.make = none}, [](Rank& /*rank*/) {}); }),
-              testing::HasSubstr("expected an optimizer, found null"));
+  EXPECT_THAT(made_by([](torch::nn::Module& model) {
+                return std::make_shared<torch::optim::LBFGS>(model.parameters(), torch::optim::LBFGSOptions());
+              }),
+              Each(HasSubstr("LBFGS computes the loss several times")));
+  EXPECT_THAT(made_by([](torch::nn::Module& /*model*/) { return nullptr; }),
+              Each(HasSubstr("expected an optimizer, found null")));
+  EXPECT_THAT(made_by([](torch::nn::Module& /*model*/) { return adamw_over({}); }),
+              Each(HasSubstr(".make_optimizer: expected parameters of the model, found none on any rank in ")));
+  EXPECT_THAT(refusals([](engine::InitializeOptions& options, int /*rank*/) {
+                options.optimizer = adamw_over(options.model->parameters());
+              }),
+              Each(AllOf(HasSubstr(".optimizer: expected parameters of the model, found none in "),
+                         HasSubstr("built by initialize: give a function"))));
+  EXPECT_THAT(refusals([](engine::InitializeOptions& options, int /*rank*/) {
+                options.make_optimizer = plain_adamw;
+                options.optimizer = adamw_over({torch::ones({2}, torch::requires_grad())});
+              }),
+              Each(HasSubstr("expected neither .optimizer nor .torch_scheduler with it, found .optimizer")));
+  EXPECT_THAT(refusals([](engine::InitializeOptions& options, int /*rank*/) {
+                options.optimizer = adamw_over({torch::ones({2}, torch::requires_grad())});
+              }),
+              Each(HasSubstr("found a tensor of shape [2] in its group 0 that is none")));
+}
+
+TEST(PipelineClientOptimizer, StagesThatMakeDifferentOnesAreTold) {
+  const std::vector<std::string> rates = refusals([](engine::InitializeOptions& options, int rank) {
+    options.make_optimizer = [rank](torch::nn::Module& model) {
+      return std::make_shared<torch::optim::AdamW>(model.parameters(), torch::optim::AdamWOptions(rank == 0 ? 1 : 2));
+    };
+  });
+  EXPECT_THAT(rates, Each(HasSubstr("lr of parameter group 0")));
+  const std::vector<std::string> failed = refusals([](engine::InitializeOptions& options, int rank) {
+    options.make_optimizer = [rank](torch::nn::Module& model) {
+      if (rank == 1) throw std::runtime_error("no memory for it");
+      return plain_adamw(model);
+    };
+  });
+  EXPECT_THAT(failed[0], HasSubstr(".make_optimizer: rank 1 has failed"));
+  EXPECT_THAT(failed[1], HasSubstr("no memory for it"));
 }
 
 }  // namespace
