@@ -147,7 +147,7 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
-  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_inside_host;
+  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_crossing.empty();
   if (model.ranks.tensor) facts.pipe_inside_host = model.ranks.pipe_inside_host;
   return facts;
 }
@@ -286,7 +286,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
-  facts.tensor_leaves_host = tensor_crossing(model.ranks);
+  facts.tensor_leaves_host = model.ranks.tensor_crossing;
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
