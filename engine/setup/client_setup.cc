@@ -100,17 +100,18 @@ std::vector<optimizers::NamedStates> previous_states(const torch::optim::Optimiz
   return result;
 }
 
-// Options of classes of the program's need not say a learning rate.
 size_t parameters_in(const torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) count += group.params().size();
   return count;
 }
 
+// What a program does whose optimizer is not over the parameters of the model.
 constexpr const char* kLayersAreBuilt =
     "The layers of a pipeline::PipelineModule are built by initialize: give a function that makes the optimizer over "
     "the parameters of the model that it gets, .make_optimizer, in its place";
 
+// Options of classes of the program's need not say a learning rate.
 void require_rates(const torch::optim::Optimizer& optimizer, const std::string& name) {
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     try {

@@ -141,6 +141,7 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.trains = options.optimizer || made_later || config.optimizer.given();
   facts.client_optimizer = options.optimizer || made_later;
   facts.client_on_slices = model.optimizer.client_states != nullptr || made_later;
+  if (made_later) facts.client_name = "of .make_optimizer";
   if (options.optimizer) facts.client_name = optimizers::client_name(*options.optimizer);
   if (options.lr_scheduler) facts.given_schedule = ".lr_scheduler";
   if (options.torch_scheduler) facts.given_schedule = ".torch_scheduler";
@@ -203,8 +204,8 @@ void tell_of_buffers(const ModelState& model, bool from_file) {
       "that are drawn at random have to be drawn alike");
 }
 
-// The module on its device: layers of a pipeline are built, all others moved as they are or, where they have no memory
-// yet, later, bucket by bucket.
+// The module on its device: layers of a pipeline are built and .make_optimizer called; all else is moved as it is or,
+// where it has no memory yet, later, bucket by bucket.
 void place_module(ModelState& model, InitializeOptions& options, const config::DsConfig& config, StartFiles& files) {
   if (const auto layers = pipeline_of(options)) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",

@@ -179,11 +179,15 @@ TEST(PipelineClientOptimizer, StepsAsThatOfTheConfig) {
   const nlohmann::json half = {{"bf16", {{"enabled", true}}}};
   const nlohmann::json scaled = {{"fp16", {{"enabled", true}, {"initial_scale_power", 8}}}};
   const nlohmann::json host = {{"zero_optimization", {{"offload_optimizer", {{"device", "cpu"}}}}}};
-  for (const auto& [stage, more] : std::vector<std::pair<int, nlohmann::json>>{{1, half}, {3, scaled}, {2, host}}) {
+  const auto expect_alike = [](int stage, const nlohmann::json& more, double bound) {
     SCOPED_TRACE(more.dump());
     expect_near(client_losses({.data = 2, .zero_stage = stage, .make = plain_adamw, .more = more}),
-                client_losses({.data = 2, .zero_stage = stage, .more = more}), 1e-5);
-  }
+                client_losses({.data = 2, .zero_stage = stage, .more = more}), bound);
+  };
+  // Masters that differ in the last bit may round to two weights.
+  expect_alike(1, half, 5e-3);
+  expect_alike(3, scaled, 1e-3);
+  expect_alike(2, host, 5e-6);
 }
 
 TEST(PipelineClientOptimizer, MayHaveParametersOfModulesThatOtherStagesUse) {
