@@ -120,17 +120,28 @@ JoinedLayout::JoinedLayout(const SavedFolder& folder, const std::vector<SavedChe
   }
 }
 
+void JoinedLayout::require_same_paths(const std::vector<const SavedLayout*>& ranks, const FileOf& file_of) {
+  const auto require_all_in = [&](size_t other, size_t one) {
+    for (const auto& [path, info] : ranks[one]->tensors.tensors()) {
+      require<IoError>(ranks[other]->tensors.tensors().contains(path), file_of(other, path), ": has no \"", path,
+                       "\", which ", file_of(one, path), " has; the folder holds more than one checkpoint");
+    }
+  };
+  for (size_t i = 1; i < ranks.size(); ++i) {
+    require_all_in(i, 0);
+    require_all_in(0, i);
+  }
+}
+
 // A tied weight is in the files of several stages, with the same values.
 void JoinedLayout::join_stage(const std::vector<const SavedLayout*>& ranks, const FileOf& file_of) {
+  require_same_paths(ranks, file_of);
   for (const auto& [alias, name] : ranks[0]->aliases) aliases_.emplace(without_tie(alias), without_tie(name));
   for (const auto& [path, first] : ranks[0]->tensors.tensors()) {
     const std::string shown_path = folder_of(path) + without_tie(name_of(path));
     std::vector<std::vector<int64_t>> sizes;
     for (size_t i = 0; i < ranks.size(); ++i) {
-      const auto found = ranks[i]->tensors.tensors().find(path);
-      require<IoError>(found != ranks[i]->tensors.tensors().end(), file_of(i, path), ": has no \"", path, "\", which ",
-                       file_of(0, path), " has; the folder holds more than one checkpoint");
-      sizes.push_back(found->second.sizes);
+      sizes.push_back(ranks[i]->tensors.tensors().at(path).sizes);
     }
     TensorInfo info = first;
     Place place{.path = path, .ranks = {ranks[0]}, .parts = {}};

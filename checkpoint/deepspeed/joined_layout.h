@@ -76,6 +76,7 @@ class JoinedLayout {
   // The name of the file that has tensor `path` of a rank, for messages.
   using FileOf = std::function<std::string(size_t rank, const std::string& path)>;
 
+  static void require_same_paths(const std::vector<const SavedLayout*>& ranks, const FileOf& file_of);
   void join_stage(const std::vector<const SavedLayout*>& ranks, const FileOf& file_of);
   RankParts parts_of(const std::string& path, const std::vector<const SavedLayout*>& ranks,
                      const FileOf& file_of) const;

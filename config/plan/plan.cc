@@ -211,8 +211,6 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                                    .chunks = static_cast<int>(plan.pipeline->chunks),
                                    .micro_batches = static_cast<int>(config.gradient_accumulation_steps)});
   }
-  require<ConfigError>(!facts.client_optimizer || ranks == 1, "pipeline.stages: expected 1 with a client optimizer, ",
-                       "found ", ranks, ": no rank has all parameters; use the optimizer section of the config");
   require<ConfigError>(
       !plan.offload.speculative, "zero_optimization.offload_optimizer.super_offload: expected false ",
       "with a pipeline, found true: its last backward of a batch is known to one rank only; remove it");

@@ -3,14 +3,17 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/split/split_tensor.h"
+#include "dsengine/pipeline.h"
 #include "model/state/tensor_parts.h"
 #include "optim/client_optimizer.h"
 #include "optim/elementwise_probe.h"
@@ -21,9 +24,10 @@ namespace {
 using optimizers::ClientState;
 using torch::optim::OptimizerParamGroup;
 
-// Whether ranks, or their masters, have something else than the parameters as they are.
-bool needs_slices(const config::DsConfig& config, int tensor_ranks) {
-  return config.zero_optimization.stage > 0 || config.fp16.enabled || config.bf16.enabled || tensor_ranks > 1;
+// Whether ranks, or their masters, have something else than the model's parameters as they are.
+bool needs_slices(const config::DsConfig& config, const Ranks& ranks) {
+  const bool has_parts = ranks.tensor || ranks.layer_ranks().size() < ranks.world->size();
+  return config.zero_optimization.stage > 0 || config.fp16.enabled || config.bf16.enabled || has_parts;
 }
 
 // What the optimizer keeps of a parameter; null: nothing.
@@ -96,6 +100,17 @@ std::vector<optimizers::NamedStates> previous_states(const torch::optim::Optimiz
   return result;
 }
 
+size_t parameters_in(const torch::optim::Optimizer& optimizer) {
+  size_t count = 0;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) count += group.params().size();
+  return count;
+}
+
+// What a program does whose optimizer is not over the parameters of the model.
+constexpr const char* kLayersAreBuilt =
+    "The layers of a pipeline::PipelineModule are built by initialize: give a function that makes the optimizer over "
+    "the parameters of the model that it gets, .make_optimizer, in its place";
+
 // Options of classes of the program's need not say a learning rate.
 void require_rates(const torch::optim::Optimizer& optimizer, const std::string& name) {
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
@@ -110,16 +125,25 @@ void require_rates(const torch::optim::Optimizer& optimizer, const std::string& 
 
 }  // namespace
 
-ModelOptimizer describe_client(const InitializeOptions& options, const config::DsConfig& config, int tensor_ranks) {
+void require_client(const InitializeOptions& options) {
+  require<ConfigError>(!options.make_optimizer || (!options.optimizer && !options.torch_scheduler),
+                       "initialize: .make_optimizer: expected neither .optimizer nor .torch_scheduler with it, found ",
+                       options.optimizer ? ".optimizer" : ".torch_scheduler, which needs an optimizer that is there",
+                       "; remove one of the two");
+  if (!options.optimizer) return;
+  require<ConfigError>(parameters_in(*options.optimizer) > 0,
+                       "initialize: .optimizer: expected parameters of the model, found none in ",
+                       optimizers::client_name(*options.optimizer), ". ", kLayersAreBuilt);
+}
+
+ModelOptimizer describe_client(const InitializeOptions& options, const config::DsConfig& config, const Ranks& ranks) {
   ModelOptimizer result;
   result.client = options.optimizer;
   if (!options.optimizer) return result;
   torch::optim::Optimizer& optimizer = *options.optimizer;
   const std::string name = optimizers::client_name(optimizer);
-  require<ConfigError>(!optimizer.param_groups().empty(), "initialize: .optimizer: expected groups of parameters, ",
-                       "found none in ", name);
   std::optional<std::vector<ClientState>> states = optimizers::states_of_torch(optimizer);
-  if (!states && !needs_slices(config, tensor_ranks)) return result;
+  if (!states && !needs_slices(config, ranks)) return result;
   if (!states) {
     require_rates(optimizer, name);
     const bool wants_closure = name == "LBFGS";
@@ -128,9 +152,10 @@ ModelOptimizer describe_client(const InitializeOptions& options, const config::D
     if (wants_closure) probe.problem = "computes the loss several times inside of step(), from all parameters";
     require<ConfigError>(
         probe.problem.empty(), "initialize: .optimizer: ", name, " ", probe.problem,
-        ". With ZeRO stages 1 to 3, fp16, bf16 and tensor_parallel an optimizer works on flat slices of parameters, ",
-        "each element by itself. Expected zero_optimization.stage 0 in float32 with it, or another optimizer: torch's ",
-        "SGD, Adam, AdamW, RMSprop, Adagrad, or the optimizer section of the config");
+        ". With ZeRO stages 1 to 3, fp16, bf16, tensor_parallel and several pipeline stages an optimizer works on ",
+        "flat slices of parameters, each element by itself. Expected zero_optimization.stage 0 in float32 with it, ",
+        "on ranks that have the whole model, or another optimizer: torch's SGD, Adam, AdamW, RMSprop, Adagrad, or ",
+        "the optimizer section of the config");
     states = std::move(probe.states);
   }
   result.client_states = std::make_shared<const std::vector<ClientState>>(std::move(*states));
@@ -166,12 +191,52 @@ void require_compatible_client(const ModelOptimizer& optimizer, const Initialize
                        "file; let it keep one of torch's, such as torch::optim::AdamParamState");
 }
 
+void make_client(ModelState& model, InitializeOptions& options, const config::DsConfig& config) {
+  std::exception_ptr failure;
+  try {
+    options.optimizer = options.make_optimizer(*options.model);
+    require<ConfigError>(options.optimizer != nullptr,
+                         "initialize: .make_optimizer: expected an optimizer, found null");
+    model.optimizer = describe_client(options, config, model.ranks);
+    require_compatible_client(model.optimizer, options, model.plan);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const int failed = comm::failed_rank(failure, model.ranks.device, *model.ranks.world);
+  require<ConfigError>(failed < 0, "initialize: .make_optimizer: rank ", failed, " has failed; its message says why");
+  const auto own = static_cast<double>(parameters_in(*options.optimizer));  // none of a stage that stays as it is
+  require<ConfigError>(
+      comm::mean_of_ranks(own, model.ranks.device, *model.ranks.world, "parameters of .make_optimizer") > 0,
+      "initialize: .make_optimizer: expected parameters of the model, found none on any rank in ",
+      optimizers::client_name(*options.optimizer), "; make it over those of the model that it gets");
+}
+
+std::string client_lines(const ModelOptimizer& optimizer) {
+  if (!optimizer.client) return {};
+  std::string text = cat("a client optimizer\t", optimizers::client_name(*optimizer.client), '\n');
+  size_t number = 0;
+  for (const optimizers::GroupOptions& group : optimizer.group_options()) {
+    text += cat("lr of parameter group ", number, '\t', group.lr, "\nweight_decay of parameter group ", number, '\t',
+                group.weight_decay, '\n');
+    ++number;
+  }
+  return text;
+}
+
 OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParameters& parameters,
                               const torch::nn::Module& module) {
   const torch::optim::Optimizer& client = *optimizer.client;
   std::unordered_map<const void*, int> group_of;
   std::unordered_map<const void*, bool> known;
   for (const auto& item : module.named_parameters()) known[trained_tensor(item.value()).unsafeGetTensorImpl()] = true;
+  if (const auto* const layers = dynamic_cast<const pipeline::PipelineModule*>(&module)) {
+    for (const pipeline::LayerSpec& layer : layers->layers()) {
+      if (!layer.given) continue;
+      for (const at::Tensor& parameter : layer.given->parameters()) {
+        known[trained_tensor(parameter).unsafeGetTensorImpl()] = true;
+      }
+    }
+  }
   OptimizerGroups groups;
   for (const OptimizerParamGroup& group : client.param_groups()) {
     const auto number = static_cast<int>(groups.options.size());
@@ -179,7 +244,7 @@ OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParame
       require(known.contains(trained_tensor(parameter).unsafeGetTensorImpl()),
               "initialize: .optimizer: expected parameters of the model, found a tensor of shape ", parameter.sizes(),
               " in its group ", number, " that is none: was the optimizer made for another model, or given to ",
-              "another engine? Make one over model->parameters() for each engine");
+              "another engine? Make one over model->parameters() for each engine. ", kLayersAreBuilt);
       group_of[trained_tensor(parameter).unsafeGetTensorImpl()] = number;
     }
     groups.options.push_back(optimizers::group_options_of(group.options()));

@@ -132,20 +132,23 @@ void require_given(const InitializeOptions& options) {
   require(options.model != nullptr, "initialize: expected a model, found none; pass .model = model.ptr()");
   require<ConfigError>(!options.config.empty(), "initialize: expected a ds_config, found none; pass ",
                        ".config = \"ds_config.json\"");
+  require_client(options);
 }
 
 PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& config, const ModelState& model) {
   PlanFacts facts;
-  facts.trains = options.optimizer || config.optimizer.given();
-  facts.client_optimizer = options.optimizer != nullptr;
-  facts.client_on_slices = model.optimizer.client_states != nullptr;
+  const bool made_later = options.make_optimizer && !options.optimizer;
+  facts.trains = options.optimizer || made_later || config.optimizer.given();
+  facts.client_optimizer = options.optimizer || made_later;
+  facts.client_on_slices = model.optimizer.client_states != nullptr || made_later;
+  if (made_later) facts.client_name = "of .make_optimizer";
   if (options.optimizer) facts.client_name = optimizers::client_name(*options.optimizer);
   if (options.lr_scheduler) facts.given_schedule = ".lr_scheduler";
   if (options.torch_scheduler) facts.given_schedule = ".torch_scheduler";
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
-  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_inside_host;
+  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_crossing.empty();
   if (model.ranks.tensor) facts.pipe_inside_host = model.ranks.pipe_inside_host;
   return facts;
 }
@@ -163,7 +166,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   model.ranks = place_ranks(job, options, config);
   if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
-  model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
+  model.optimizer = describe_client(options, config, model.ranks);
   model.plan = draft_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(model.optimizer, options, model.plan);
   if (options.ema != EmaOptions()) require_ema(model, options.ema);
@@ -201,10 +204,9 @@ void tell_of_buffers(const ModelState& model, bool from_file) {
       "that are drawn at random have to be drawn alike");
 }
 
-// The module on its device: layers of a pipeline are built, all others moved as they are or, where they have no memory
-// yet, later, bucket by bucket.
-void place_module(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
-                  StartFiles& files) {
+// The module on its device: layers of a pipeline are built and .make_optimizer called; all else is moved as it is or,
+// where it has no memory yet, later, bucket by bucket.
+void place_module(ModelState& model, InitializeOptions& options, const config::DsConfig& config, StartFiles& files) {
   if (const auto layers = pipeline_of(options)) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
             "on the ranks that have them; remove it");
@@ -218,6 +220,8 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) broadcast_tied_weights(model.pipeline->tied);
   tell_of_buffers(model, /*from_file=*/files.given());
+  // Before the split: parameters in parts are no leaves, which torch's optimizers refuse.
+  if (options.make_optimizer) make_client(model, options, config);
   model.tensor = split_over_tensor_axis(model.ranks, options, config, files);
 }
 
@@ -238,7 +242,8 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
                         const std::string& settings, const ModelParameters& parameters) {
   const Ranks& ranks = model.ranks;
   if (model.plan.topology.pipe > 1) {
-    const std::string layers = config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline);
+    const std::string layers =
+        config_lines(config) + ema_lines(options.ema) + layers_text(*model.pipeline) + client_lines(model.optimizer);
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
@@ -282,7 +287,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
-  facts.tensor_leaves_host = tensor_crossing(model.ranks);
+  facts.tensor_leaves_host = model.ranks.tensor_crossing;
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
@@ -396,7 +401,8 @@ void build_steps(Engine::Impl& impl) {
   impl.shown.emplace(impl.state);
 }
 
-Initialized put_together(const InitializeOptions& options) {
+Initialized put_together(const InitializeOptions& given) {
+  InitializeOptions options = given;  // .make_optimizer gives the optimizer
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group

@@ -158,18 +158,13 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
                      : ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert, comm::MeshAxis::kTensor});
   const comm::GridShape grid{.sizes = {ranks.world->size() / tensor, tensor}};
   const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
-  ranks.tensor_inside_host = comm::inside_hosts(grid, 1, hosts);
+  if (!comm::inside_hosts(grid, 1, hosts)) {
+    const auto names = comm::texts_of_ranks(comm::host_name(), ranks.device, *ranks.world, "names of hosts");
+    ranks.tensor_crossing = comm::crossing_text(grid, 1, hosts, names);
+  }
   const int pipe = ranks.mesh->size(comm::MeshAxis::kPipe);
   ranks.pipe_inside_host = comm::inside_hosts({.sizes = {pipe, ranks.world->size() / pipe}}, 0, hosts);
   return ranks;
-}
-
-std::string tensor_crossing(const Ranks& ranks) {
-  if (!ranks.tensor || ranks.tensor_inside_host) return {};
-  const int tensor = ranks.tensor->size();
-  const auto names = comm::texts_of_ranks(comm::host_name(), ranks.device, *ranks.world, "names of hosts");
-  const std::vector<int> hosts = comm::hosts_of(*ranks.world, ranks.device);
-  return comm::crossing_text({.sizes = {ranks.world->size() / tensor, tensor}}, 1, hosts, names);
 }
 
 Topology topology_of(const Ranks& ranks, int ranks_per_host) {

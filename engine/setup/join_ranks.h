@@ -24,9 +24,6 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
 // the groups of `ranks`, which the plan needs. Collective.
 Ranks place_ranks(const Distributed& job, const InitializeOptions& options, const config::DsConfig& config);
 
-// Names the first ranks of a tensor axis that are on different hosts; empty: each axis lies inside a host. Collective.
-std::string tensor_crossing(const Ranks& ranks);
-
 // Returns the sizes of the axes that `ranks` are on, for a plan.
 Topology topology_of(const Ranks& ranks, int ranks_per_host);
 

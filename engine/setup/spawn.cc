@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "comm/agreement.h"
+#include "comm/meeting/rendezvous_address.h"
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "core/system_call.h"
@@ -323,6 +324,8 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
   }
   wait_for(children, call);
 }
+
+int launched_ranks() { return comm::parse_rendezvous("env://", comm::process_environment).world_size; }
 
 }  // namespace ds
 

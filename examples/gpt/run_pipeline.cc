@@ -1,11 +1,9 @@
 #include "run_pipeline.h"
 
 #include <dsengine/config.h>
+#include <dsengine/launch.h>
 
-#include <charconv>
 #include <cstdint>
-#include <cstdlib>
-#include <string_view>
 
 #include "check.h"
 #include "training_log.h"
@@ -13,23 +11,11 @@
 namespace gpt {
 namespace {
 
-// The number of ranks that the launcher tells: the ds_config is read before they have met.
-int64_t told_ranks() {
-  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-    const char* const value = std::getenv(name);
-    if (value == nullptr) continue;
-    const std::string_view text(value);
-    int64_t ranks = 1;
-    std::from_chars(text.data(), text.data() + text.size(), ranks);
-    return ranks;
-  }
-  return 1;
-}
-
+// The ds_config is read before the ranks have met.
 int64_t read_stages(const GptOptions& options) {
   try {
     const ds::engine::config::DsConfig config = ds::engine::config::parse(
-        options.deepspeed_config, {.world_size = told_ranks(), .auto_values = options.auto_values});
+        options.deepspeed_config, {.world_size = ds::launched_ranks(), .auto_values = options.auto_values});
     return config.pipeline.stages.value_or(1);
   } catch (const ds::ConfigError&) {
     return 1;  // initialize() says what is wrong

@@ -69,6 +69,10 @@ struct InitializeOptions {
   // "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it lives, there are no
   // gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
+  // Makes the client optimizer, in the place of .optimizer, once the layers of a pipeline::PipelineModule are built:
+  // over the parameters that `model` has on this rank, those of its stages. Every rank makes the same class with the
+  // same groups and options; a group may be empty on some. Excludes .torch_scheduler.
+  std::function<std::shared_ptr<torch::optim::Optimizer>(torch::nn::Module& model)> make_optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
   // Which parameters are split over the tensor axis (tensor_parallel.autotp_size, or the mesh's), equal on every rank

@@ -30,6 +30,11 @@ namespace ds {
 // inside of a function that spawn() runs, and when a process ends without having come to the call.
 void spawn(const std::function<void(int rank)>& function, int processes);
 
+// Returns how many ranks the launcher of this process has started, from the variables that init_distributed() reads
+// (ds-launch, spawn(), torchrun, srun, mpirun, jsrun), and 1 without a launcher: for what a program reads before its
+// ranks meet. Throws ConfigError as init_distributed() does.
+int launched_ranks();
+
 // The exit code of a rank that asks ds-launch for a new start (EX_TEMPFAIL: try again). A job whose ranks all end with
 // it has not failed: ds-launch starts it again.
 //

@@ -9,6 +9,15 @@
 
 namespace ds::fp8 {
 
+at::Tensor chosen_scale(const ScaleChoice& choice, const at::Tensor& amax, at::ScalarType format) {
+  const at::Tensor own = scale_for(amax, format, choice.margin);
+  if (!choice.stored.defined()) return own;
+  const at::Tensor& stored = choice.stored;
+  at::Tensor usable = stored.gt(0);
+  if (choice.covers) usable.logical_and_((stored * amax).le(largest_of(format)));
+  return at::where(usable, stored, own);
+}
+
 Measured quantize_measured(const at::Tensor& values, at::ScalarType format, const ScaleChoice& choice) {
   if (quantize_kernels_take(values)) return measured_on_device(values, format, choice);
   return quantize_measured_by_operators(values, format, choice);
@@ -16,13 +25,7 @@ Measured quantize_measured(const at::Tensor& values, at::ScalarType format, cons
 
 Measured quantize_measured_by_operators(const at::Tensor& values, at::ScalarType format, const ScaleChoice& choice) {
   const at::Tensor amax = amax_of(values);
-  at::Tensor scale = scale_for(amax, format, choice.margin);
-  if (choice.stored.defined()) {
-    const at::Tensor& stored = choice.stored;
-    at::Tensor usable = stored.gt(0);
-    if (choice.covers) usable.logical_and_((stored * amax).le(largest_of(format)));
-    scale = at::where(usable, stored, scale);
-  }
+  const at::Tensor scale = chosen_scale(choice, amax, format);
   if (choice.record.defined()) {
     // A tensor that is not finite says nothing of the next step's.
     const at::Tensor finite = at::where(amax.isfinite(), amax, at::zeros_like(amax));

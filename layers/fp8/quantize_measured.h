@@ -20,6 +20,9 @@ struct ScaleChoice {
   at::Tensor record;  // float32 []: becomes the amax where that is finite and larger; undefined: nothing does
 };
 
+// float32 []: the scale that `choice` gives a tensor of this amax.
+at::Tensor chosen_scale(const ScaleChoice& choice, const at::Tensor& amax, at::ScalarType format);
+
 struct Measured {
   Quantized matrix;
   at::Tensor amax;  // float32 [], as amax_of()

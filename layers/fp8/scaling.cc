@@ -58,19 +58,45 @@ void Scaling::share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<
   if (options_.recipe == Recipe::kCurrent) return;
   axis_ = std::move(axis);
   parts_ = std::move(layers);
+  weight_scales_.resize(parts_.size());
 }
 
-bool Scaling::shares(int64_t layer) const {
-  const std::lock_guard lock(mutex_);
-  return axis_ && !has_history_ && parts_[static_cast<size_t>(layer)] != 0;
-}
-
-// The scale of the full tensor, of which `values` is this rank's part.
-at::Tensor Scaling::shared_scale(const at::Tensor& values, Kind kind) const {
+// float32 []: that of the full tensor, of which `values` is this rank's part.
+at::Tensor Scaling::shared_amax(const at::Tensor& values) const {
   const at::NoGradGuard no_grad;
   const at::Tensor amax = amax_of(values).clone().view({1});
   axis_->all_reduce(amax, comm::ReduceOp::kMax, "amax of a part in fp8").wait();
-  return scale_for(amax.select(0, 0), format_of(kind), options_.margin);
+  return amax.select(0, 0);
+}
+
+// A scale that fits one part and not another would be another product than that of one rank, so all ranks of the axis
+// choose by the full weight: when it is first read after the scales have changed, as it then may have changed, too.
+at::Tensor Scaling::weight_scale(const at::Tensor& values, int64_t layer, const at::Tensor& scales) {
+  const auto place = static_cast<size_t>(layer);
+  {
+    const std::lock_guard lock(mutex_);
+    const WeightScale& known = weight_scales_[place];
+    if (known.chosen_for.is_same(scales)) return known.scale;
+  }
+  const ScaleChoice choice{.stored = scales.select(0, layer).select(0, static_cast<int64_t>(Kind::kWeight)),
+                           .covers = true,
+                           .margin = options_.margin};
+  const at::Tensor scale = chosen_scale(choice, shared_amax(values), format_of(Kind::kWeight));
+  const std::lock_guard lock(mutex_);
+  weight_scales_[place] = {.chosen_for = scales, .scale = scale};
+  return scale;
+}
+
+// The scale of the full tensor: of steps before, or of the tensor at hand.
+at::Tensor Scaling::scale_of_parts(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales) {
+  if (kind == Kind::kWeight) return weight_scale(values, layer, scales);
+  bool has_history = false;
+  {
+    const std::lock_guard lock(mutex_);
+    has_history = has_history_;
+  }
+  if (has_history) return scales.select(0, layer).select(0, static_cast<int64_t>(kind));
+  return scale_for(shared_amax(values), format_of(kind), options_.margin);
 }
 
 Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales,
@@ -83,7 +109,10 @@ Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind,
     record = amax_.select(0, layer).select(0, column);
   }
   at::Tensor stored;
-  if (delayed) stored = shares(layer) ? shared_scale(values, kind) : scales.select(0, layer).select(0, column);
+  if (delayed) {
+    const bool in_parts = axis_ && parts_[static_cast<size_t>(layer)] != 0;
+    stored = in_parts ? scale_of_parts(values, layer, kind, scales) : scales.select(0, layer).select(0, column);
+  }
   return quantize_measured(
              values, format_of(kind),
              {.stored = stored, .covers = kind == Kind::kWeight, .margin = options_.margin, .record = record})

@@ -6,8 +6,7 @@
 // backward, have one scale. A tensor without a history is scaled by itself, where Transformer Engine begins with 1.
 //
 // Over a tensor axis ranks have parts of a layer's tensors, whose scale is that of the full tensor: ranks share the
-// amax of a step, and before the first step that of each tensor. A weight that has outgrown its history is the
-// exception (Scaling::quantized()).
+// amax of a step, once a step that of each weight at hand, and before the first step that of each tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,8 +47,9 @@ class Scaling {
   // Layers by their names, in the model's order; their tensors are on `device`.
   Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device);
 
-  // The ranks of `axis` have parts of these layers, one flag each: until the first end_step(), or after forget(), each
-  // call of quantized() for one of them is collective over the axis. With delayed scaling alone.
+  // The ranks of `axis` have parts of these layers, one flag each. For one of them quantized() is collective over the
+  // axis: for a weight in the first call with scales that are new, for all else in each call until the first
+  // end_step(), or after forget(). With delayed scaling alone.
   void share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<char> layers);
 
   const ScalingOptions& options() const { return options_; }
@@ -62,8 +62,9 @@ class Scaling {
   at::Tensor scales(int64_t generation) const;
 
   // A matrix with one scale: that of `scales`, else its own. A weight whose largest is beyond what the scale takes has
-  // its own, too: an update or a program may have changed it. Of a weight in parts, each rank looks at its part alone,
-  // so parts may have several scales then. `records`: its amax counts for later steps.
+  // its own, too: an update or a program may have changed it. The parts of a weight have the scale of the full one,
+  // chosen once for these `scales`; a part that a program has changed since, beyond that, has its own. `records`: its
+  // amax counts for later steps.
   Quantized quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales, bool records);
 
   // A layer is computed. The end of a step tells, in the log of rank 0 of its ranks, of layers that never were on that
@@ -89,8 +90,9 @@ class Scaling {
   void forget();
 
  private:
-  bool shares(int64_t layer) const;
-  at::Tensor shared_scale(const at::Tensor& values, Kind kind) const;
+  at::Tensor shared_amax(const at::Tensor& values) const;
+  at::Tensor scale_of_parts(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales);
+  at::Tensor weight_scale(const at::Tensor& values, int64_t layer, const at::Tensor& scales);
   void tell_of_unused(int rank);
   void begin_scales(at::Tensor scales);
   at::Tensor scales_from(const at::Tensor& amax, const at::Tensor& before) const;
@@ -109,6 +111,11 @@ class Scaling {
   bool has_history_ = false;                  // scales may be in force, on all ranks alike
   std::shared_ptr<comm::Communicator> axis_;  // null: layers are whole
   std::vector<char> parts_;                   // of each layer: ranks of the axis have parts of it
+  // The scale of a weight in parts, and the scales of the step for which it was chosen.
+  struct WeightScale {
+    at::Tensor chosen_for, scale;
+  };
+  std::vector<WeightScale> weight_scales_;  // of each layer
 };
 
 // Returns the scales of a model that computes no layer on FP8.

@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <string>
 
 #include "dsengine/comm.h"
 #include "dsengine/device_mesh.h"
@@ -20,7 +21,7 @@ struct Ranks {
   std::shared_ptr<comm::Communicator> layers;  // with `tensor`: the ranks with the same layers; null without
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
   RankGroups groups;                           // groups of ranks inside `part`
-  bool tensor_inside_host = true;              // every tensor axis lies inside a host
+  std::string tensor_crossing;                 // names two ranks of a tensor axis on different hosts; empty: none are
   bool pipe_inside_host = true;                // with a tensor axis: every pipeline does
   int local_rank = 0;                          // this rank's number on its host
   c10::Device device = c10::kCPU;

@@ -238,10 +238,13 @@ class Pair {
       result.split = {{".*wide", parallel::Style::kColumn}, {".*narrow", parallel::Style::kRow}};
     }
     if (has("torch optimizer") || has("own rule")) {
-      // The layers of a pipeline are built by the engine: a program has no parameters of them.
-      std::vector<at::Tensor> parameters = model->parameters();
-      if (parameters.empty()) parameters.push_back(torch::ones({4, 4}, torch::requires_grad()));
-      result.optimizer = make_optimizer(parameters, has("own rule"));
+      result.make_optimizer = [own_rule = has("own rule")](torch::nn::Module& of) {
+        return make_optimizer(of.parameters(), own_rule);
+      };
+      if (!has("pipeline")) {
+        result.optimizer = result.make_optimizer(*model);
+        result.make_optimizer = nullptr;
+      }
     }
     return result;
   }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,8 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "pipeline/schedule/schedule_file.h"
 #include "tests/pipeline/split_job.h"
 #include "tests/support/grid.h"
+#include "tests/support/scratch_folder.h"
 #include "tests/support/thrown.h"
 
 namespace ds::pipeline {
@@ -153,6 +156,55 @@ TEST(PipelineTensor, VariantsTrainAsOnOneRank) {
     job.schedule = "zb_h1";
     job.cuts_vocabulary = uneven;
     expect_same(train_split(job), train_split(alone), variant.losses, variant.norms);
+  }
+}
+
+TEST(PipelineTensor, CopiesAndNodesOfDataRanksTrainAsOneProcess) {
+  struct Copies {
+    const char* key;  // of four data-parallel ranks, two have a copy of the model state, or are a node
+    int stage;
+  };
+  const std::vector<Copies> kinds = {
+      {"mics_shard_size", 1}, {"mics_shard_size", 2}, {"mics_shard_size", 3}, {"zero_hpz_partition_size", 3}};
+  const SplitJob plain{.data = 4, .tied = true, .steps = 3};
+  const Curve wanted = plainly(plain);
+  for (const auto& [copies, schedule] :
+       test::grid_sample(1, kinds, std::vector<std::string>{"1f1b", "interleaved", "zb_h1", "zbv"})) {
+    SCOPED_TRACE(testing::Message() << copies.key << " at stage " << copies.stage << ", " << schedule);
+    SplitJob job = plain;
+    job.stage = copies.stage;
+    job.schedule = schedule;
+    job.more = {{"zero_optimization", {{copies.key, 2}}}};
+    expect_same(train_split(job), wanted, 5e-6, 2e-5);
+  }
+}
+
+TEST(PipelineTensor, AScheduleOfOnesOwnTrainsAsOneProcess) {
+  const test::ScratchFolder folder;
+  const Curve wanted = plainly({.tied = true, .steps = 3});
+  const auto expect_of_file = [&](const std::string& actions, int stage, bool sequence) {
+    const std::string path = folder / "mine.csv";
+    std::ofstream(path) << actions;
+    SplitJob job{.stage = stage, .schedule = path, .tied = true, .sequence = sequence, .steps = 3};
+    expect_same(train_split(job), wanted, 5e-6, 2e-5);
+  };
+  expect_of_file("0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n,1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3\n", 1, false);
+  const Schedule two_chunks =
+      make_schedule(ScheduleKind::kZbV, {.ranks = 2, .chunks = 2, .micro_batches = kBatchesOfAStep});
+  expect_of_file(to_csv(two_chunks), 3, true);
+}
+
+TEST(PipelineTensor, AnOptimizerOfTheProgramTrainsAsOneProcess) {
+  for (const auto& [stage, tied] : test::grid_sample(1, std::vector{0, 1, 2, 3}, std::vector{false, true})) {
+    SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
+    SplitJob job{.stage = stage, .tied = tied, .steps = 3};
+    const Curve wanted = plainly(job);
+    job.more = {{"optimizer", {{"type", "SGD"}}}};  // .make_optimizer takes its place
+    job.make_optimizer = [](torch::nn::Module& model) {
+      return std::make_shared<torch::optim::AdamW>(model.parameters(),
+                                                   torch::optim::AdamWOptions(2e-3).weight_decay(0.01));
+    };
+    expect_same(train_split(job), wanted, 5e-6, 2e-5);
   }
 }
 

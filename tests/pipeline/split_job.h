@@ -92,6 +92,7 @@ struct SplitJob {
   int steps = 5;
   bool cuts_vocabulary = true;  // its 13 entries are uneven over the ranks
   nlohmann::json more = nlohmann::json::object();
+  decltype(engine::InitializeOptions::make_optimizer) make_optimizer;  // in place of the config's
 
   int world() const { return pipe * tensor * data; }
   nlohmann::json config() const {
@@ -126,8 +127,11 @@ using Body = std::function<void(engine::Engine& engine, comm::Communicator& worl
 inline void run_split(const SplitJob& job, const Body& body) {
   test::run_ranks(job.world(), [&](comm::Communicator& world) {
     torch::set_num_threads(1);
-    const auto parts = engine::initialize(
-        {.model = job.make(), .config = job.config(), .split = job.rules(), .communicator = test::borrowed(world)});
+    const auto parts = engine::initialize({.model = job.make(),
+                                           .config = job.config(),
+                                           .make_optimizer = job.make_optimizer,
+                                           .split = job.rules(),
+                                           .communicator = test::borrowed(world)});
     body(*parts.engine, world);
   });
 }

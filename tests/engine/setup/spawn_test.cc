@@ -56,6 +56,16 @@ TEST(Spawn, WithoutAJobThereIsNoBackend) {
   EXPECT_THAT(run("backend").out, HasSubstr("get_backend: expected a job that was joined"));
 }
 
+TEST(Spawn, TheLaunchersRanksAreKnownBeforeTheyMeet) {
+  EXPECT_THAT(run("launched").out, HasSubstr("1 ranks\n"));
+  EXPECT_THAT(run("launched", "RANK=2 WORLD_SIZE=5 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500").out,
+              HasSubstr("5 ranks\n"));
+  const std::string jsrun =
+      "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=6 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6 ";
+  EXPECT_THAT(run("launched", jsrun).out, HasSubstr("6 ranks\n"));
+  EXPECT_THAT(run("launched", jsrun + "WORLD_SIZE=4").out, HasSubstr("error: environment: WORLD_SIZE=4, but "));
+}
+
 TEST(Spawn, EachCallHasProcessesOfItsOwn) {
   const Ran ran = run("twice");
   EXPECT_EQ(ran.code, 0) << ran.out;

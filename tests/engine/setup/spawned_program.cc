@@ -104,6 +104,7 @@ int main(int argc, char** argv) {
     if (what == "nested") ds::spawn([](int) { ds::spawn([](int) {}, 1); }, 1);
     if (what == "lost" && std::getenv("RANK") == nullptr) ds::spawn([](int) {}, 2);
     if (what == "backend") std::printf("%s\n", ds::engine::get_backend().c_str());
+    if (what == "launched") std::printf("%d ranks\n", ds::launched_ranks());
     if (what == "none") ds::spawn([](int) {}, 0);
     std::printf("the end\n");
     return EXIT_SUCCESS;

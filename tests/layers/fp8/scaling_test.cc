@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "dsengine/errors.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::fp8 {
@@ -56,6 +57,29 @@ TEST(Fp8Scaling, CurrentScalingLooksAtTheTensorAtHand) {
   for (const float amax : {4.0F, 8.0F, 0.25F}) {
     EXPECT_FLOAT_EQ(scale_of(scaling, amax, Kind::kInput), 448.0F / amax);
   }
+}
+
+// Rank 1 has the largest element of a weight in two parts; its scale fits the first part alone once it has grown.
+TEST(Fp8Scaling, PartsOfAWeightHaveTheScaleOfTheFullOne) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    Scaling scaling(delayed(3), {"a"}, c10::kCPU);
+    scaling.share_parts(test::borrowed(ranks), {1});
+    const auto of_part = [&](float first, float second) {
+      return scale_of(scaling, ranks.rank() == 0 ? first : second, Kind::kWeight);
+    };
+    EXPECT_FLOAT_EQ(of_part(2, 4), 448.0F / 4 / 2) << "without a history";
+    scaling.end_step(ranks);
+    EXPECT_FLOAT_EQ(of_part(3, 8), 448.0F / 4 / 2) << "the history takes twice its largest: margin 1";
+    scaling.end_step(ranks);
+    ranks.reset_counters();
+    EXPECT_FLOAT_EQ(of_part(4, 32), 448.0F / 32 / 2) << "the first part alone fits the history";
+    const int64_t calls = ranks.counters().calls[static_cast<size_t>(comm::CollectiveKind::kAllReduce)];
+    EXPECT_EQ(calls, 1);
+    EXPECT_FLOAT_EQ(of_part(4, 32), 448.0F / 32 / 2);
+    EXPECT_EQ(ranks.counters().calls[static_cast<size_t>(comm::CollectiveKind::kAllReduce)], calls) << "once a step";
+    scaling.forget();
+    EXPECT_FLOAT_EQ(of_part(1, 2), 448.0F / 2 / 2) << "weights from elsewhere";
+  });
 }
 
 TEST(Fp8Scaling, WithoutLayersNothingHappensInAStep) {
