@@ -5,16 +5,17 @@
 
 The same model, start values, micro-batches (4 sequences of 128) and AdamW, float32, gloo; every rank is one thread on a core of
 its own. A case is ours-SCHEDULE, ds-SCHEDULE or torch-SCHEDULE; ours-1f1b-shm takes dsengine's own choice between ranks of one
-host in place of gloo; ours-single and ours-data are the same work without a pipeline, on one rank and data parallel. --only
-names cases or schedules.
+host in place of gloo; ours-single, ours-data and ours-tensor are the same work without a pipeline, on one rank, data parallel and
+with layers split over the ranks, and ours-1f1b-tensor2 is a pipeline of half the ranks, each stage with its layers split over two.
+--only names cases or schedules.
 
 Every round launches each case once. Step time: the median over the steps of all rounds, apart from the first two of each run;
 beside it the fastest of them, which other programs disturb less. "others" is the share of the machine's CPU time that other
 programs took during the runs: above a few percent, times are worth little. Memory: the median over rounds of the fullest rank's
 peak resident bytes; "added" is what it has beyond a run of a tiny model, so without program, libraries and interpreter. Ratios:
 the median over rounds of peer / ours, same schedule, same round, and between which values the rounds lie: above 1, ours is
-faster or smaller. Exit code 1 where losses of two cases are more than 1e-4 apart at any step, or where a peer's ranks have other
-numbers of parameters than ours of the same schedule.
+faster or smaller. A case of ours beside another one shows the first case / this one. Exit code 1 where losses of two cases are
+more than 1e-4 apart at any step, or where a peer's ranks have other numbers of parameters than ours of the same schedule.
 """
 import argparse
 import json
@@ -30,7 +31,9 @@ from compare import ROOT, optimizer_section, run_gpt, run_python
 
 CASES = ["ours-1f1b", "ds-1f1b", "torch-1f1b", "ours-1f1b-shm", "ours-gpipe", "torch-gpipe", "ours-zb_h1", "torch-zb_h1",
          "ours-interleaved", "torch-interleaved", "ours-zbv", "torch-zbv", "ours-single", "ours-data"]
-MORE = ["ours-dualpipev", "torch-dualpipev", "ours-zb_h2"]  # run when --only names them
+# Run when --only names them.
+MORE = ["ours-dualpipev", "torch-dualpipev", "ours-zb_h2", "ours-data-shm", "ours-tensor-shm", "ours-1f1b-tensor2-shm"]
+WITHOUT_STAGES = ("single", "data", "tensor")
 WARM = 2
 # Float32 parameter, gradient and AdamW's two moments.
 STATE_BYTES = 16
@@ -50,10 +53,13 @@ def run_ours(case, s, folder, build):
     config = {"train_micro_batch_size_per_gpu": s["micro_batch"], "gradient_clipping": 0, "optimizer": optimizer_section(s["lr"]),
               "gradient_accumulation_steps": s["micro_batches"] // (ranks if schedule == "data" else 1),
               "communication_backend": "auto" if case.endswith("-shm") else "gloo"}
+    tensor = ranks if schedule == "tensor" else 2 if "-tensor2" in case else 1  # ranks of the tensor axis
+    if tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": tensor}
     flags = [f"--{key}={s[key]}" for key in ("layers", "hidden", "heads", "seq_len")] + [f"--steps={s['steps'] + s['warm']}"]
-    if schedule not in ("single", "data"):
-        flags += [f"--pipeline_stages={ranks}", f"--pipeline_schedule={schedule}"]
-    binding = ["--bind_core_list", "0"] if ranks == 1 else ["--bind_cores_to_rank"]
+    if schedule not in WITHOUT_STAGES:
+        flags += [f"--pipeline_stages={ranks // tensor}", f"--pipeline_schedule={schedule}"]
+    binding = ["--bind_core_list", "0"] if ranks == 1 else ["--bind_cores_to_rank"] if ranks <= os.cpu_count() else []
     rows, summary = run_gpt(build, ranks, config, flags, folder, case, binding)
     return {"step_seconds": [r["step_seconds"] for r in rows[s["warm"]:]], "peak": max(summary["peak_rss_bytes"]),
             "loss": [r["loss"] for r in rows], "parameters": [b / STATE_BYTES for b in summary["model_state_bytes"]]}
@@ -102,14 +108,17 @@ def summarize(runs, tiny):
 
 def print_table(figures, settings, tiny):
     tokens = settings["micro_batches"] * settings["micro_batch"] * settings["seq_len"]
-    print(f"{'case':18s} {'s/step':>7s} {'fastest':>8s} {'tokens/s':>9s} {'others':>6s} {'MiB':>6s} {'added':>6s}   "
+    first = next(iter(figures))
+    print(f"{'case':22s} {'s/step':>7s} {'fastest':>8s} {'tokens/s':>9s} {'others':>6s} {'MiB':>6s} {'added':>6s}   "
           f"peer / ours: {'step time':24s} {'memory':24s} memory added")
     for case, f in figures.items():
-        line = (f"{case:18s} {f['step_seconds']:7.3f} {f['fastest']:8.3f} {tokens / f['step_seconds']:9.0f} {f['others']:6.0%} "
+        line = (f"{case:22s} {f['step_seconds']:7.3f} {f['fastest']:8.3f} {tokens / f['step_seconds']:9.0f} {f['others']:6.0%} "
                 f"{f['peak_mib']:6.0f} {f['added_mib']:6.0f}")
         ours = "ours-" + case.split("-", 1)[1]
         if ours != case and ours in figures:
             line += "                {:24s} {:24s} {}".format(*ratios(f, figures[ours], (tiny[case], tiny[ours])))
+        elif ours == case and case != first:
+            line += "   first / this: {:24s} {:24s} {}".format(*ratios(figures[first], f, (tiny[first], tiny[case])))
         print(line)
 
 

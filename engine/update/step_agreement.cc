@@ -249,7 +249,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
 }
 
 void StepAgreement::begin_reading() {
-  if (sums_.defined()) return;
+  if (std::exchange(reading_, true)) return;  // also where there is nothing to read: a second copy would be waited for
   if (facts_.stages.defined()) stages_ = Readback(facts_.stages);
   if (ranks_.size() == 1) {
     sums_ = Readback(facts_.loss);

@@ -148,6 +148,7 @@ class StepAgreement {
   comm::Work sum_;
   Readback sums_;    // the added numbers; with one rank, its loss
   Readback stages_;  // StepFacts::stages
+  bool reading_ = false;
 };
 
 }  // namespace ds::engine

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """usage: lost_hosts.py BUILD SCRATCH SOURCE
 
-A host whose network goes while its ranks are waited for, in a job that nobody supervises: three hosts, one rank on each,
-started by hand. The ranks that are left say who is gone, and end.
+A host whose network goes while its ranks are waited for. Three hosts, one rank on each, in a job that nobody supervises,
+started by hand; and one rank of three axes, which ds-launch has started. The ranks that are left say who is gone, and end.
 """
 import os
 import subprocess
@@ -74,6 +74,23 @@ def test_a_lost_first_host():
         expect("has not answered for " in text or "gives no sign of life" in text, f"node{node}: {text}")
         wait_until(f"ds-launch of node{node} ends", lambda: f"exit code {ENDED_BY_WATCH}" in said("first", node))
     bring_back("first", job, others)
+
+
+def test_a_lost_rank_of_three_axes():
+    """Of 2 x 2 x 2 ranks the last one has a host of its own, which loses its network in the middle of a batch."""
+    hostfile = hosts.write("three_axes.hosts", "node0 slots=7\nnode1 slots=1\n")
+    job = Job("three_axes", ["env", "OMP_NUM_THREADS=1", f"DS_FLIGHT_FOLDER={SCRATCH}/three_axes.flight", LAUNCH, "--hostfile",
+                             hostfile, *hosts.SSH, "--failure_grace", "1", DRILL, "auto", LIMIT, "hang", "7", "2", "2"])
+    wait_until("training begins", lambda: "plan:" in job.out() + job.err() or job.process.poll() is not None)
+    time.sleep(1.5)  # the last stage is in the batch in which it hangs by then
+    hosts.lose_network("node1", "three_axes")
+    code = job.wait(60)
+    expect(code in (1, ENDED_BY_WATCH), f"by a verdict of the ranks it should end with 1 or {ENDED_BY_WATCH}, found {code}")
+    job.says("rank 7 (node1, pid ", "; pipe 1, data 1, tensor 1) has not entered it: it gives no sign of life for ",
+             "its host or its network may be gone")
+    expect("trained" not in job.out(), "it should end before the last step")
+    open(f"{SCRATCH}/three_axes.up", "w").close()
+    hosts.expect_nobody_left(job, ["node0", "node1"], "[d]rill_program")
 
 
 if __name__ == "__main__":

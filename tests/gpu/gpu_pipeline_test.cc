@@ -2,16 +2,21 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <barrier>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/text.h"
+#include "tests/gpu/host_waits.h"
 #include "tests/gpu/nccl_ranks.h"
+#include "tests/gpu/tested_device.h"
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/pipeline/split_job.h"
 #include "tests/support/borrowed.h"
 
 namespace ds::pipeline {
@@ -107,6 +112,88 @@ TEST(GpuPipelineSkips, WhereOneStageHasNoGradientsOfItsOwnOnTheHost) {
   config["non_finite_gradients"] = "skip";
   config["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}};
   expect_a_skipped_step(config, 0, [](engine::Engine&) {});  // the embedding, and its tied copy
+}
+
+struct AxesCell {
+  std::string name;
+  SplitJob job;
+  double tolerance = 1e-4;  // of losses
+};
+
+// Pipe 2 x tensor 2 with one data-parallel rank and with two.
+std::vector<AxesCell> axes_cells() {
+  std::vector<AxesCell> cells = {
+      {"OneForwardOneBackwardRecomputed", {.stage = 1, .tied = true, .interval = 2, .sequence = true}},
+      {"DualPipeVStage3", {.stage = 3, .schedule = "dualpipev", .depth = 1}},
+      {"PiecesStage1", {.stage = 1, .depth = 2}},
+      {"Data2ZbvStage3", {.data = 2, .stage = 3, .schedule = "zbv", .tied = true, .sequence = true, .depth = 1}},
+      {"Data2ZbH1Stage2Fp16", {.data = 2, .stage = 2, .schedule = "zb_h1", .tied = true, .depth = 1}, 0.05},
+  };
+  for (AxesCell& cell : cells) cell.job.steps = 3;
+  cells[2].job.more["pipeline"] = {{"pipe_partitioned", true}, {"grad_partitioned", true}};
+  cells[4].job.more["fp16"] = {{"enabled", true}, {"initial_scale_power", 8}};
+  return cells;
+}
+
+class GpuAxes : public ::testing::TestWithParam<AxesCell> {};
+
+INSTANTIATE_TEST_SUITE_P(PipeAndTensor, GpuAxes, ::testing::ValuesIn(axes_cells()),
+                         [](const auto& cell) { return cell.param.name; });
+
+TEST_P(GpuAxes, TrainAsPlainTorchDoes) {
+  const SplitJob& job = GetParam().job;
+  if (const std::string why = test::missing_gpus(job.world()); !why.empty()) GTEST_SKIP() << why;
+  const Curve wanted = plain_curve(job);
+  test::on_gpus(job.world(), [&](comm::Communicator& world, at::Device device) {
+    const auto engine = job.start(world, device.str());
+    int64_t next = 0;
+    for (size_t step = 0; step < wanted.losses.size(); ++step) {
+      const at::Tensor loss =
+          engine->train_batch([&] { return on_device(text_of(next++, engine->communicator().rank()), device); });
+      EXPECT_NEAR(loss.item<double>(), wanted.losses[step], GetParam().tolerance) << "step " << step;
+    }
+    EXPECT_TRUE(engine->joined_operators().empty());
+  });
+}
+
+// Returns what the hosts of all ranks wait for in `steps` steps whose losses nobody reads, after some that are not
+// counted.
+test::Waits waits_of_batches(const SplitJob& job, int steps) {
+  std::barrier all(job.world());
+  test::Waits waits;
+  test::on_gpus(job.world(), [&](comm::Communicator& world, at::Device device) {
+    const auto engine = job.start(world, device.str());
+    const MicroBatch batch = on_device(text_of(0, engine->communicator().rank()), device);
+    const auto train = [&](int count) {
+      for (int step = 0; step < count; ++step) engine->train_batch([&] { return batch; });
+    };
+    const auto count = [&] {
+      all.arrive_and_wait();
+      if (world.rank() == 0) waits = test::take_waits();
+      all.arrive_and_wait();
+    };
+    train(2);
+    count();
+    train(steps);
+    count();
+  });
+  return waits;
+}
+
+TEST(GpuAxesWaits, NothingInABatchLetsTheHostWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
+  struct WaitsCell {
+    int data;
+    int stage;
+    const char* schedule;
+  };
+  for (const WaitsCell& cell : std::vector<WaitsCell>{{1, 0, "1f1b"}, {1, 3, "zbv"}, {2, 2, "1f1b"}}) {
+    SCOPED_TRACE(cat("data ", cell.data, ", stage ", cell.stage));
+    SplitJob job{.data = cell.data, .stage = cell.stage, .schedule = cell.schedule, .tied = true, .depth = 1};
+    job.more["bf16"]["enabled"] = true;
+    job.more["steps_per_print"] = 1000;
+    EXPECT_EQ(test::text_of(waits_of_batches(job, 2)), "");
+  }
 }
 
 }  // namespace

@@ -84,6 +84,24 @@ TEST(Parity, LayersOverATensorAxis) {
   }
 }
 
+// The config alone says that the model is a pipeline, and what is split. All grids together: the whole curve, and three
+// axes of two ranks.
+TEST(Parity, StagesWithLayersOverATensorAxis) {
+  const bool whole = whole_grid_wanted();
+  const auto expect_axes = [&](int data, const char* schedule, int stage) {
+    SCOPED_TRACE(std::string(schedule) + ", data " + std::to_string(data) + ", stage " + std::to_string(stage));
+    nlohmann::json config = reference_config(stage, 1, 4 / data);
+    config["tensor_parallel"] = {{"autotp_size", 2}};
+    config["pipeline"] = {{"stages", 2}, {"schedule", schedule}};
+    expect_curve({.config = config, .ranks = 4 * data, .steps = whole ? 50 : 12}, {.global_batch = 4});
+  };
+  expect_axes(1, "1f1b", 1);
+  if (!whole) return;
+  expect_axes(1, "zbv", 3);
+  expect_axes(2, "1f1b", 1);
+  expect_axes(2, "zb_h1", 2);
+}
+
 TEST(Parity, TwoGroupsOfTwoRanks) {
   const std::pair<const char*, int> jobs[] = {
       {"mics_shard_size", 1}, {"mics_shard_size", 2}, {"mics_shard_size", 3}, {"zero_hpz_partition_size", 3}};

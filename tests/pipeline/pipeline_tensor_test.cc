@@ -24,29 +24,7 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-Curve plainly(const SplitJob& job) {
-  const auto module = job.make();
-  module->build({});
-  torch::optim::AdamW optimizer(module->parameters(), torch::optim::AdamWOptions(2e-3).weight_decay(0.01));
-  Curve curve;
-  for (int64_t step = 0; step < job.steps; ++step) {
-    optimizer.zero_grad();
-    double sum = 0;
-    for (int64_t micro = step * kBatchesOfAStep; micro < (step + 1) * kBatchesOfAStep; ++micro) {
-      for (int rank = 0; rank < job.data; ++rank) {
-        const MicroBatch batch = text_of(micro, rank);
-        const at::Tensor loss =
-            cross_entropy(module->forward(batch.inputs[0]), batch.labels[0]) / (kBatchesOfAStep * job.data);
-        loss.backward();
-        sum += loss.item<double>();
-      }
-    }
-    curve.losses.push_back(sum);
-    curve.norms.push_back(torch::nn::utils::clip_grad_norm_(module->parameters(), 0.5));
-    optimizer.step();
-  }
-  return curve;
-}
+constexpr int kWholeCurve = 50;  // steps
 
 // Returns what rank 0 reports; all ranks report the same losses.
 Curve train_split(const SplitJob& job) {
@@ -78,14 +56,14 @@ void expect_same(const Curve& found, const Curve& wanted, double losses, double 
 }
 
 TEST(PipelineTensor, TrainsAsOneProcess) {
-  const Curve longer = plainly({});
+  const Curve longer = plain_curve({});
   ASSERT_LT(longer.losses.back(), longer.losses.front());
   // The third loss follows an update that used moments of the update before it; later steps repeat this.
   const int steps = test::whole_grid_wanted() ? 5 : 3;
   std::map<std::pair<int, bool>, Curve> wanted;
   for (const int data : {1, 2}) {
     for (const bool tied : {false, true}) {
-      wanted[{data, tied}] = plainly({.data = data, .tied = tied, .steps = steps});
+      wanted[{data, tied}] = plain_curve({.data = data, .tied = tied, .steps = steps});
     }
   }
   const std::vector<std::string> schedules = {"gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipev"};
@@ -105,10 +83,29 @@ TEST(PipelineTensor, TrainsAsOneProcess) {
   }
 }
 
+// A grid's whole curves. One of them in every run of the tests: with no pair of values to cover the sample is one cell.
+TEST(PipelineTensor, FiftyStepsAreThoseOfOneProcess) {
+  std::map<std::pair<int, bool>, Curve> wanted;
+  const std::vector<std::string> schedules = {"zbv", "gpipe", "1f1b", "interleaved", "zb_h1", "dualpipev"};
+  for (const auto& [schedule, stage, data, tied, interval] : test::grid_sample(
+           0, schedules, std::vector{1, 0, 2, 3}, std::vector{1, 2}, std::vector{true, false}, std::vector{2, 0})) {
+    SCOPED_TRACE(testing::Message() << schedule << ", stage " << stage << ", data " << data << ", tied " << tied
+                                    << ", recomputed " << interval);
+    const SplitJob job{
+        .data = data, .stage = stage, .schedule = schedule, .tied = tied, .interval = interval, .steps = kWholeCurve};
+    Curve& plain = wanted[{data, tied}];
+    if (plain.losses.empty()) plain = plain_curve(job);
+    expect_same(train_split(job), plain, 5e-6, 2e-5);
+  }
+}
+
 TEST(PipelineTensor, Float64AgreesToTheLastDigits) {
   for (const bool tied : {false, true}) {
-    SplitJob job{.schedule = tied ? "zbv" : "1f1b", .tied = tied, .dtype = at::kDouble};
-    const Curve wanted = plainly(job);
+    SplitJob job{.schedule = tied ? "zbv" : "1f1b",
+                 .tied = tied,
+                 .dtype = at::kDouble,
+                 .steps = test::whole_grid_wanted() ? kWholeCurve : 5};
+    const Curve wanted = plain_curve(job);
     for (const bool sequence : {false, true}) {
       job.sequence = sequence;
       expect_same(train_split(job), wanted, 1e-11, 1e-11);
@@ -117,9 +114,11 @@ TEST(PipelineTensor, Float64AgreesToTheLastDigits) {
 }
 
 TEST(PipelineTensor, FourStagesAndFourRanksOfAnAxisTrainAsOneProcess) {
-  const Curve wanted = plainly({.tied = true});
-  expect_same(train_split({.pipe = 4, .stage = 1, .tied = true}), wanted, 5e-6, 2e-5);
-  expect_same(train_split({.tensor = 4, .stage = 3, .schedule = "zb_h1", .tied = true}), wanted, 5e-6, 2e-5);
+  const int steps = test::whole_grid_wanted() ? kWholeCurve : 5;
+  const Curve wanted = plain_curve({.tied = true, .steps = steps});
+  expect_same(train_split({.pipe = 4, .stage = 1, .tied = true, .steps = steps}), wanted, 5e-6, 2e-5);
+  expect_same(train_split({.tensor = 4, .stage = 3, .schedule = "zb_h1", .tied = true, .steps = steps}), wanted, 5e-6,
+              2e-5);
 }
 
 // Each variant trains as the same config does on one rank of a layer.
@@ -229,7 +228,7 @@ TEST(PipelineTensor, ReplicatedActivationsTravelInPiecesWhereTheConfigAsksForIt)
     result.more["pipeline"] = {{"pipe_partitioned", activations}, {"grad_partitioned", gradients}};
     return result;
   };
-  expect_same(train_split(asked(true, true)), plainly(job), 5e-6, 2e-5);
+  expect_same(train_split(asked(true, true)), plain_curve(job), 5e-6, 2e-5);
   const std::vector<int64_t> whole = bytes_of_a_step(asked(false, false));
   EXPECT_EQ(bytes_of_a_step(job), whole) << "on one host nothing is cut by default";
   const std::vector<int64_t> cut = bytes_of_a_step(asked(true, false));

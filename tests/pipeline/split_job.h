@@ -120,19 +120,49 @@ struct SplitJob {
   std::shared_ptr<PipelineModule> make() const {
     return std::make_shared<PipelineModule>(halves_of(depth, tied, dtype), PipelineOptions{.loss = cross_entropy});
   }
+  std::shared_ptr<engine::Engine> start(comm::Communicator& world, const std::string& device = {}) const {
+    return engine::initialize({.model = make(),
+                               .config = config(),
+                               .make_optimizer = make_optimizer,
+                               .split = rules(),
+                               .communicator = test::borrowed(world),
+                               .device = device})
+        .engine;
+  }
 };
+
+// Plain torch in one process: every micro-batch of every data-parallel rank one after another.
+inline Curve plain_curve(const SplitJob& job) {
+  const auto module = job.make();
+  module->build({});
+  torch::optim::AdamW optimizer(module->parameters(), torch::optim::AdamWOptions(2e-3).weight_decay(0.01));
+  Curve curve;
+  for (int64_t step = 0; step < job.steps; ++step) {
+    optimizer.zero_grad();
+    double sum = 0;
+    for (int64_t micro = step * kBatchesOfAStep; micro < (step + 1) * kBatchesOfAStep; ++micro) {
+      for (int rank = 0; rank < job.data; ++rank) {
+        const MicroBatch batch = text_of(micro, rank);
+        const at::Tensor loss =
+            cross_entropy(module->forward(batch.inputs[0]), batch.labels[0]) / (kBatchesOfAStep * job.data);
+        loss.backward();
+        sum += loss.item<double>();
+      }
+    }
+    curve.losses.push_back(sum);
+    curve.norms.push_back(torch::nn::utils::clip_grad_norm_(module->parameters(), 0.5));
+    optimizer.step();
+  }
+  return curve;
+}
 
 using Body = std::function<void(engine::Engine& engine, comm::Communicator& world)>;
 
 inline void run_split(const SplitJob& job, const Body& body) {
   test::run_ranks(job.world(), [&](comm::Communicator& world) {
     torch::set_num_threads(1);
-    const auto parts = engine::initialize({.model = job.make(),
-                                           .config = job.config(),
-                                           .make_optimizer = job.make_optimizer,
-                                           .split = job.rules(),
-                                           .communicator = test::borrowed(world)});
-    body(*parts.engine, world);
+    const auto engine = job.start(world);
+    body(*engine, world);
   });
 }
 

@@ -1,0 +1,201 @@
+// Pipelines with a tensor axis: the bytes that each rank sends along each axis, and the memory that it takes, against
+// what is worked out beforehand.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/collective_observer.h"
+#include "core/text.h"
+#include "profiling/comms_log.h"
+#include "profiling/tensor_memory.h"
+#include "tests/pipeline/split_job.h"
+
+namespace ds::pipeline {
+namespace {
+
+// The bytes that a rank sends in each group, by the group's ranks and the label of the operation.
+class SentBytes final : public comm::CollectiveObserver {
+ public:
+  using ByLabel = std::map<std::string, int64_t>;
+
+  int add_group(const std::string& /*name*/, const std::vector<int>& ranks, int /*own*/) override {
+    const std::lock_guard lock(mutex_);
+    groups_.push_back(ranks);
+    return static_cast<int>(groups_.size()) - 1;
+  }
+  comm::Work observe(int group, comm::Collective& collective, c10::function_ref<comm::Work()> launch) override {
+    {
+      const std::lock_guard lock(mutex_);
+      const std::vector<int>& ranks = groups_.at(static_cast<size_t>(group));
+      const auto n = static_cast<int64_t>(ranks.size());
+      int64_t& sent = sent_[ranks][collective.label];
+      const int64_t whole = profiling::whole_bytes(collective, ranks.size());
+      if (collective.kind == comm::CollectiveKind::kSend) sent += whole;
+      if (collective.kind == comm::CollectiveKind::kAllReduce) sent += 2 * whole * (n - 1) / n;
+      if (collective.kind == comm::CollectiveKind::kAllGather ||
+          collective.kind == comm::CollectiveKind::kReduceScatter) {
+        sent += whole * (n - 1) / n;
+      }
+    }
+    return launch();
+  }
+  void phase(const char* /*name*/, int64_t /*step*/, int64_t /*micro_step*/) override {}
+
+  std::map<std::vector<int>, ByLabel> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(sent_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::vector<int>> groups_;
+  std::map<std::vector<int>, ByLabel> sent_;
+};
+
+// What a rank sends in a step: to the ranks of other stages, to those of its tensor axis, as sums of layers and as
+// pieces of what stages send, and to those that train the same parameters.
+struct AxisBytes {
+  int64_t messages = 0, sums = 0, pieces = 0, data = 0;
+
+  bool operator==(const AxisBytes&) const = default;
+};
+
+void PrintTo(const AxisBytes& bytes, std::ostream* out) {  // NOLINT: GoogleTest's name
+  *out << "messages " << bytes.messages << ", sums " << bytes.sums << ", pieces " << bytes.pieces << ", data "
+       << bytes.data;
+}
+
+bool begins_with_any(const std::string& text, const std::vector<std::string>& starts) {
+  return std::any_of(starts.begin(), starts.end(), [&](const std::string& start) { return text.starts_with(start); });
+}
+
+// Leaves out what ranks compare and agree on, which has a label of its own: a few numbers.
+AxisBytes by_axis(const SplitJob& job, const std::map<std::vector<int>, SentBytes::ByLabel>& sent) {
+  AxisBytes result;
+  for (const auto& [ranks, labels] : sent) {
+    if (ranks.size() < 2) continue;
+    const bool tensor = ranks[1] - ranks[0] == 1;
+    const bool data = !tensor && ranks[1] - ranks[0] < job.tensor * job.data;
+    for (const auto& [label, bytes] : labels) {
+      const bool between_stages = begins_with_any(label, {"activation of stage", "gradient of stage"});
+      if (between_stages) (tensor ? result.pieces : result.messages) += bytes;
+      if (tensor && label.empty()) result.sums += bytes;
+      if (data && label.find("bucket") != std::string::npos) result.data += bytes;
+    }
+  }
+  return result;
+}
+
+// Stages of a table, a column and a row layer each; between them x of [2, 8, kWidth].
+AxisBytes expected_bytes(const SplitJob& job, int rank, bool in_pieces) {
+  constexpr int64_t kRows = 2 * 8;
+  constexpr int64_t kActivation = kRows * kWidth * 4;
+  const bool last = rank >= job.tensor * job.data;
+  const auto reduced = [&](int64_t bytes) { return 2 * bytes * (job.tensor - 1) / job.tensor; };
+  AxisBytes bytes;
+  bytes.messages = kBatchesOfAStep * kActivation / (in_pieces ? job.tensor : 1);
+  bytes.pieces = in_pieces ? kBatchesOfAStep * kActivation * (job.tensor - 1) / job.tensor : 0;
+  // The row layer's output, the gradient of the column layer's input, and the embedding's output or the gradient of the
+  // head's input. The loss exchanges the greatest score, the sum and the target's score of each row.
+  bytes.sums = kBatchesOfAStep * (3 * reduced(kActivation) + (last ? 3 * reduced(kRows * 4) : 0));
+  if (job.data == 1) return bytes;
+  const int64_t vocabulary = (kVocabulary + (rank % job.tensor == 0 ? job.tensor - 1 : 0)) / job.tensor;
+  const int64_t columns = 2 * kWidth / job.tensor;
+  const int64_t parameters = vocabulary * kWidth + 2 * kWidth + 2 * columns * kWidth + columns + kWidth;
+  const int64_t half = parameters * 4 * (job.data - 1) / job.data;  // of an all-reduce
+  // Stage 2 reduces in every backward.
+  bytes.data = half * (job.stage == 2 ? kBatchesOfAStep + 1 : 2);
+  return bytes;
+}
+
+void expect_bytes(const SplitJob& job, bool in_pieces) {
+  test::run_ranks(job.world(), [&](comm::Communicator& world) {
+    torch::set_num_threads(1);
+    const auto sent = std::make_shared<SentBytes>();
+    world.observe_with(sent);
+    const auto engine = job.start(world);
+    int64_t next = 0;
+    const auto step = [&] {
+      engine->train_batch([&] { return text_of(next++, engine->communicator().rank()); });
+      engine->synchronize_parameters();
+    };
+    step();  // agrees on shapes
+    sent->take();
+    step();
+    EXPECT_EQ(by_axis(job, sent->take()), expected_bytes(job, world.rank(), in_pieces)) << "rank " << world.rank();
+  });
+}
+
+TEST(PipelineTensorBytes, AreThoseOfTheFormulaOnEachAxis) {
+  for (const int stage : {0, 1, 2}) {
+    SCOPED_TRACE(cat("stage ", stage));
+    SplitJob job{.data = 2, .stage = stage, .depth = 2};
+    job.more["pipeline"] = {{"pipe_partitioned", true}, {"grad_partitioned", true}};
+    expect_bytes(job, /*in_pieces=*/true);
+  }
+  expect_bytes({.depth = 2}, /*in_pieces=*/false);
+}
+
+struct FilledLinearImpl : torch::nn::LinearImpl {
+  FilledLinearImpl(int64_t inputs, int64_t outputs, const std::string& name) : LinearImpl(inputs, outputs) {
+    fill_by_name(*this, name);
+  }
+};
+TORCH_MODULE(FilledLinear);
+
+constexpr int64_t kColumns = 256;
+
+// For two stages: a column and a row layer each.
+std::vector<LayerSpec> large_layers() {
+  std::vector<LayerSpec> layers;
+  for (const std::string name : {"a", "b"}) {
+    layers.push_back(LayerSpec::of<FilledLinear>(kColumns, 2 * kColumns, name + ".up").named(name + ".up"));
+    layers.push_back(LayerSpec::of<FilledLinear>(2 * kColumns, kColumns, name + ".down").named(name + ".down"));
+  }
+  return layers;
+}
+
+void expect_predicted_memory(const SplitJob& job) {
+  const auto loss = [](const at::Tensor& output, const at::Tensor& label) { return (output - label).square().mean(); };
+  test::run_ranks(job.world(), [&](comm::Communicator& world) {
+    torch::set_num_threads(1);
+    const profiling::TensorMemory memory;
+    const auto engine =
+        engine::initialize({.model = std::make_shared<PipelineModule>(large_layers(), PipelineOptions{.loss = loss}),
+                            .config = job.config(),
+                            .split = {{".*up", parallel::Style::kColumn}, {".*down", parallel::Style::kRow}},
+                            .communicator = test::borrowed(world)})
+            .engine;
+    for (int step = 0; step < 3; ++step) {
+      engine->train_batch([] {
+        const at::Tensor input = torch::ones({1, kColumns});
+        return MicroBatch{.inputs = {input}, .labels = {input}};
+      });
+    }
+    engine->synchronize_parameters();
+    const auto predicted = static_cast<double>(engine->plan().bytes->total());
+    EXPECT_NEAR(static_cast<double>(memory.live_bytes()) / predicted, 1.0, 0.02) << "rank " << world.rank();
+  });
+}
+
+TEST(PipelineTensorMemory, BetweenStepsARankHoldsWhatIsPredicted) {
+  for (const int stage : {0, 1, 2, 3}) {
+    for (const int data : {1, 2}) {
+      SCOPED_TRACE(cat("stage ", stage, ", data ", data));
+      expect_predicted_memory({.data = data, .stage = stage});
+    }
+  }
+  SCOPED_TRACE("stage 2, data 2, bf16");
+  expect_predicted_memory({.data = 2, .stage = 2, .more = {{"bf16", {{"enabled", true}}}}});
+}
+
+}  // namespace
+}  // namespace ds::pipeline
