@@ -31,7 +31,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-constexpr double kLossTolerance = 1e-6;
+constexpr double kPipelineTolerance = 1e-6;
 constexpr int kMicroBatches = 2;
 
 ordered_json pipeline_config(const GoldenModel& golden, int stages, int zero_stage) {
@@ -86,7 +86,7 @@ std::vector<double> train(const GoldenModel& golden, const PipelineRun& run, con
 void expect_losses(const std::vector<double>& found, const std::vector<double>& expected) {
   ASSERT_FALSE(found.empty());
   ASSERT_LE(found.size(), expected.size());
-  for (size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], expected[i], kLossTolerance) << "step " << i;
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], expected[i], kPipelineTolerance) << "step " << i;
 }
 
 std::set<std::string> names_of(const torch::nn::Module& module) {
