@@ -284,4 +284,10 @@ void Archive::read(const StoredTensor& tensor, int64_t offset, const at::Tensor&
   }
 }
 
+at::Tensor Archive::make(const StoredTensor& tensor, bool meta) const {
+  at::Tensor value = at::empty(tensor.sizes, at::TensorOptions(tensor.dtype).device(meta ? at::kMeta : at::kCPU));
+  if (!meta) read(tensor, 0, value);
+  return value;
+}
+
 }  // namespace ds::exported

@@ -71,6 +71,8 @@ class Archive {
   // Reads elements [offset, offset + destination.numel()) of the flattened tensor into `destination`, which is
   // contiguous, on the CPU and may have any dtype (values are converted).
   void read(const StoredTensor& tensor, int64_t offset, const at::Tensor& destination) const;
+  // Returns the tensor in memory of its own, on the CPU; `meta`: on the meta device, without values.
+  at::Tensor make(const StoredTensor& tensor, bool meta) const;
 
   // The records, for whoever writes the file again, and the folder that all of them are in, with its slash. Names of
   // records are without it ("models/model.json") wherever else this class has them.

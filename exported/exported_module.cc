@@ -1,7 +1,6 @@
 #include "dsengine/exported_model.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "exported/archive.h"
 #include "exported/input_check.h"
 #include "exported/interpreter.h"
+#include "exported/module_tree.h"
 #include "exported/program.h"
 #include "exported/program_reader.h"
 
@@ -24,18 +24,13 @@ namespace exported {
 namespace {
 
 // Registers the tensors of a file in modules under their dotted names.
-class ModuleTree {
+class RegisteredTensors {
  public:
-  ModuleTree(torch::nn::Module& root, const Archive& archive, bool meta)
-      : root_(root), archive_(archive), meta_(meta) {}
+  RegisteredTensors(torch::nn::Module& root, const Archive& archive, bool meta)
+      : tree_(root), archive_(archive), meta_(meta) {}
 
   // Makes the modules of the file, in Python's order.
-  void add_modules(const nlohmann::json& program) {
-    for (const nlohmann::json& call : program.at("graph_module").at("module_call_graph")) {
-      const auto name = call.at("fqn").get<std::string>();
-      if (!name.empty() && name.find('@') == std::string::npos) owner_of(name + ".");
-    }
-  }
+  void add_modules(const nlohmann::json& program) { tree_.add_modules(program); }
 
   at::Tensor add(LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
     using enum LiftedTensor::Kind;
@@ -45,13 +40,13 @@ class ModuleTree {
     if (kind == kParameter) {
       const auto tied = std::find_if(parameters_.begin(), parameters_.end(),
                                      [&](const auto& one) { return one.first.is_same(stored); });
-      value = tied == parameters_.end() ? make(stored, meta_) : tied->second;
+      value = tied == parameters_.end() ? archive_.make(stored, meta_) : tied->second;
       if (tied == parameters_.end()) parameters_.emplace_back(stored, value);
-      owner_of(name)->register_parameter(leaf_of(name), value, stored.requires_grad);
+      tree_.owner_of(name).register_parameter(ModuleTree::leaf_of(name), value, stored.requires_grad);
     } else {
-      value = make(stored, meta_ && kind == kBuffer);
+      value = archive_.make(stored, meta_ && kind == kBuffer);
       // LibTorch has no buffers that stay out of state dicts: those are the program's own, as constants are.
-      if (kind == kBuffer) owner_of(name)->register_buffer(leaf_of(name), value);
+      if (kind == kBuffer) tree_.owner_of(name).register_buffer(ModuleTree::leaf_of(name), value);
     }
     tensors_.emplace(name, value);
     return value;
@@ -70,62 +65,36 @@ class ModuleTree {
     return found->second;
   }
 
-  static at::Tensor make_from(const Archive& archive, const StoredTensor& stored, bool meta) {
-    const auto options = at::TensorOptions(stored.dtype).device(meta ? at::kMeta : at::kCPU);
-    at::Tensor value = at::empty(stored.sizes, options);
-    if (!meta) archive.read(stored, 0, value);
-    return value;
-  }
-
  private:
-  at::Tensor make(const StoredTensor& stored, bool meta) const { return make_from(archive_, stored, meta); }
-
-  static std::string leaf_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
-
-  // The module "h.0" of "h.0.weight", made on the way.
-  torch::nn::Module* owner_of(const std::string& name) {
-    torch::nn::Module* module = &root_;
-    size_t begin = 0;
-    for (size_t dot = name.find('.'); dot != std::string::npos; begin = dot + 1, dot = name.find('.', begin)) {
-      const auto [place, is_new] = modules_.try_emplace(name.substr(0, dot), nullptr);
-      if (is_new) {
-        const std::string part = name.substr(begin, dot - begin);
-        place->second = module->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
-      }
-      module = place->second;
-    }
-    return module;
-  }
-
-  torch::nn::Module& root_;
+  ModuleTree tree_;
   const Archive& archive_;
   bool meta_;
-  std::map<std::string, torch::nn::Module*> modules_;
   std::map<std::string, at::Tensor> tensors_;
   std::vector<std::pair<StoredTensor, at::Tensor>> parameters_;
 };
 
-std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, ModuleTree& tree) {
+std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, RegisteredTensors& tensors) {
   const nlohmann::json json = archive.program(options.program);
   try {
-    tree.add_modules(json);
+    tensors.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
     archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()),
                      "; the file is damaged, export the model again"));
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
-                        return tree.add(kind, name, stored);
+                        return tensors.add(kind, name, stored);
                       });
 }
 
-std::unique_ptr<Program> read_eval(const ExportedOptions& options, const Program& train, const ModuleTree& tree) {
+std::unique_ptr<Program> read_eval(const ExportedOptions& options, const Program& train,
+                                   const RegisteredTensors& tensors) {
   const Archive archive(options.eval);
   std::unique_ptr<Program> program =
       read_program(archive, archive.program(options.program), options,
                    [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
-                     if (kind == LiftedTensor::Kind::kConstant) return ModuleTree::make_from(archive, stored, false);
-                     return tree.find(kind, name, stored);
+                     if (kind == LiftedTensor::Kind::kConstant) return archive.make(stored, false);
+                     return tensors.find(kind, name, stored);
                    });
   std::vector<std::string> names;
   for (const ExportedInput& input : program->inputs) names.push_back(input.name);
@@ -136,32 +105,6 @@ std::unique_ptr<Program> read_eval(const ExportedOptions& options, const Program
   archive.require_good(options.baked_mode || !program->trains,
                        "was exported in train(), and is named as the program for eval(); export it after model.eval()");
   return program;
-}
-
-// Whether the program can run in a mode; empty text: it can.
-std::string wrong_mode(const Program& program, bool training, bool has_eval) {
-  if (program.baked_mode) return {};
-  if (training && program.exported_in_eval) {
-    return "was exported in eval(), so that it cannot train: call model.train() before torch.export.export, or "
-           "eval() on this module to evaluate. A model in which these layers evaluate on purpose is loaded with "
-           "ExportedOptions::baked_mode";
-  }
-  if (!training && !has_eval && program.decomposed) {
-    return "was exported with run_decompositions(), which bakes the mode: export it without, give a second file as "
-           "ExportedOptions::eval, or load it with ExportedOptions::baked_mode where both modes are one";
-  }
-  return {};
-}
-
-// Whether the node is an operator whose argument "dtype" was exported as `dtype`.
-bool has_baked_dtype(const Node& node, at::ScalarType dtype) {
-  if (node.kind != Node::Kind::kOperator) return false;
-  const auto& declared = node.op->schema().arguments();
-  for (size_t i = 0; i < node.arguments.size(); ++i) {
-    const c10::IValue& value = node.arguments[i].constant;
-    if (declared[i].name() == "dtype" && value.isInt()) return value.toInt() == static_cast<int64_t>(dtype);
-  }
-  return false;
 }
 
 }  // namespace
@@ -198,8 +141,7 @@ ExportedOutputs ExportedModule::forward(const ExportedInputs& inputs) {
 
 ExportedOutputs ExportedModule::run(std::vector<c10::IValue> inputs) {
   exported::Program& program = this->program();
-  const std::string wrong = exported::wrong_mode(program, is_training(), eval_program_ != nullptr);
-  require(wrong.empty(), program.path, ": ", wrong);
+  exported::require_mode(program, is_training(), eval_program_ != nullptr);
   const std::vector<c10::IValue> all = exported::by_position(program, std::move(inputs));
   exported::check_inputs(program, all);
   return {program.output_names, exported::run(program, all, is_training())};
@@ -222,23 +164,17 @@ std::vector<std::string> ExportedModule::operators() const {
 }
 
 void ExportedModule::require_dtype(at::ScalarType dtype, const std::string& key) const {
-  const exported::Program& program = *train_program_;
-  if (dtype == program.dtype) return;
-  constexpr size_t kMostShown = 3;
-  std::string shown;
-  size_t count = 0;
-  for (const exported::Graph& graph : program.graphs) {
-    for (const exported::Node& node : graph.nodes) {
-      if (!exported::has_baked_dtype(node, program.dtype)) continue;
-      if (++count <= kMostShown) shown += cat("\n", exported::node_in_words(node), exported::line_in_python(node));
-    }
+  exported::require_dtype(*train_program_, dtype, key);
+}
+
+std::string ExportedModule::reader_of(const std::string& parameter) const {
+  const auto& lifted = train_program_->lifted;
+  const auto found = std::find_if(lifted.begin(), lifted.end(), [&](const auto& one) { return one.name == parameter; });
+  std::vector<std::string> names;
+  for (const exported::LiftedTensor& one : lifted) {
+    if (found != lifted.end() && one.value.is_same(found->value)) names.push_back(one.name);
   }
-  if (count == 0) return;
-  throw ConfigError(cat(key, ": ", program.path, " was exported in ", c10::toString(program.dtype), ", and ", count,
-                        " of its operators have that dtype baked; export the model in ", c10::toString(dtype),
-                        " (model.to(dtype) before torch.export.export), or keep its dtype and use torch_autocast. The "
-                        "first ones:",
-                        shown));
+  return exported::first_reader(*train_program_, names);
 }
 
 std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options) {
@@ -246,9 +182,9 @@ std::shared_ptr<ExportedModule> load_exported(const std::string& path, const Exp
   const std::shared_ptr<ExportedModule> module(new ExportedModule());
   try {
     const exported::Archive archive(path);
-    exported::ModuleTree tree(*module, archive, options.meta);
-    module->train_program_ = exported::read_main(archive, options, tree);
-    if (!options.eval.empty()) module->eval_program_ = exported::read_eval(options, *module->train_program_, tree);
+    exported::RegisteredTensors tensors(*module, archive, options.meta);
+    module->train_program_ = exported::read_main(archive, options, tensors);
+    if (!options.eval.empty()) module->eval_program_ = exported::read_eval(options, *module->train_program_, tensors);
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {

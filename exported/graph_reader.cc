@@ -97,25 +97,14 @@ std::string innermost_module(const std::string& stack) {
   const size_t begin = stack.rfind(';') == std::string::npos ? 0 : stack.rfind(';') + 1;
   const size_t first = stack.find(',', begin);
   const size_t second = first == std::string::npos ? first : stack.find(',', first + 1);
-  return second == std::string::npos ? std::string() : shown_text(stack.substr(first + 1, second - first - 1));
+  // Export puts a note of its own in the place of the modules of sizes.
+  if (second == std::string::npos || stack.starts_with("_empty_nn_module_stack")) return {};
+  return shown_text(stack.substr(first + 1, second - first - 1));
 }
 
 std::string text_in(const json& object, const char* key) {
   const auto found = object.find(key);
   return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
-}
-
-// Slots that nobody reads after a node are its last uses.
-void note_last_uses(Graph& graph) {
-  std::unordered_set<int> live;
-  for (const Argument& output : graph.outputs) live.insert(output.slots.begin(), output.slots.end());
-  for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
-    const auto note = [&](int slot) {
-      if (slot >= 0 && live.insert(slot).second) node->last_uses.push_back(slot);
-    };
-    for (const int slot : node->outputs) note(slot);
-    for (const Argument& argument : node->arguments) std::for_each(argument.slots.begin(), argument.slots.end(), note);
-  }
 }
 
 // The name of a value that an argument of a graph's inputs is; empty: it has none.
@@ -128,6 +117,19 @@ std::string value_name(const json& argument) {
 }
 
 }  // namespace
+
+void note_last_uses(Graph& graph) {
+  std::unordered_set<int> live;
+  for (const Argument& output : graph.outputs) live.insert(output.slots.begin(), output.slots.end());
+  for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
+    node->last_uses.clear();
+    const auto note = [&](int slot) {
+      if (slot >= 0 && live.insert(slot).second) node->last_uses.push_back(slot);
+    };
+    for (const int slot : node->outputs) note(slot);
+    for (const Argument& argument : node->arguments) std::for_each(argument.slots.begin(), argument.slots.end(), note);
+  }
+}
 
 std::optional<c10::OperatorHandle> registered_operator(const std::string& target) {
   const size_t first = target.find('.');

@@ -44,6 +44,17 @@ bool is_baked_value(const c10::IValue& baked, const c10::IValue& given) {
   return baked.tagKind() == given.tagKind() && baked == given;
 }
 
+// Whether the node is an operator whose argument "dtype" was exported as `dtype`.
+bool has_baked_dtype(const Node& node, at::ScalarType dtype) {
+  if (node.kind != Node::Kind::kOperator) return false;
+  const auto& declared = node.op->schema().arguments();
+  for (size_t i = 0; i < node.arguments.size(); ++i) {
+    const c10::IValue& value = node.arguments[i].constant;
+    if (declared[i].name() == "dtype" && value.isInt()) return value.toInt() == static_cast<int64_t>(dtype);
+  }
+  return false;
+}
+
 // Checks the sizes of all inputs of one call against one another.
 class SizeCheck {
  public:
@@ -122,6 +133,36 @@ std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& i
             "forward: no input \"", name, "\"; expected ", names_of(program));
   }
   return result;
+}
+
+void require_mode(const Program& program, bool training, bool has_eval) {
+  if (program.baked_mode) return;
+  require(!training || !program.exported_in_eval, program.path,
+          ": was exported in eval(), so that it cannot train: call model.train() before torch.export.export, or "
+          "eval() on this module to evaluate. A model in which these layers evaluate on purpose is loaded with "
+          "ExportedOptions::baked_mode");
+  require(training || has_eval || !program.decomposed, program.path,
+          ": was exported with run_decompositions(), which bakes the mode: export it without, give a second file as "
+          "ExportedOptions::eval, or load it with ExportedOptions::baked_mode where both modes are one");
+}
+
+void require_dtype(const Program& program, at::ScalarType dtype, const std::string& key) {
+  if (dtype == program.dtype) return;
+  constexpr size_t kMostShown = 3;
+  std::string shown;
+  size_t count = 0;
+  for (const Graph& graph : program.graphs) {
+    for (const Node& node : graph.nodes) {
+      if (!has_baked_dtype(node, program.dtype)) continue;
+      if (++count <= kMostShown) shown += cat("\n", node_in_words(node), line_in_python(node));
+    }
+  }
+  if (count == 0) return;
+  throw ConfigError(cat(key, ": ", program.path, " was exported in ", c10::toString(program.dtype), ", and ", count,
+                        " of its operators have that dtype baked; export the model in ", c10::toString(dtype),
+                        " (model.to(dtype) before torch.export.export), or keep its dtype and use torch_autocast. The "
+                        "first ones:",
+                        shown));
 }
 
 void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs) {

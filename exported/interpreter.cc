@@ -7,8 +7,10 @@
 #include <ATen/core/stack.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <new>
+#include <set>
 #include <utility>
 
 #include "core/check.h"
@@ -207,12 +209,16 @@ class Interpreter {
   at::Device device_;
 };
 
-// The tensor whose device and dtype constants follow: the first floating-point parameter, else the first tensor.
+// The tensor whose device and dtype constants follow: the first floating-point parameter, else the first tensor that
+// the module has registered; null: there is none.
 const at::Tensor* leading_tensor(const Program& program) {
+  using enum LiftedTensor::Kind;
+  const at::Tensor* registered = nullptr;
   for (const LiftedTensor& lifted : program.lifted) {
-    if (lifted.kind == LiftedTensor::Kind::kParameter && lifted.value.is_floating_point()) return &lifted.value;
+    if (lifted.kind == kParameter && lifted.value.is_floating_point()) return &lifted.value;
+    if (registered == nullptr && (lifted.kind == kParameter || lifted.kind == kBuffer)) registered = &lifted.value;
   }
-  return program.lifted.empty() ? nullptr : &program.lifted.front().value;
+  return registered;
 }
 
 at::Device device_of(const Program& program, const Values& inputs) {
@@ -223,17 +229,16 @@ at::Device device_of(const Program& program, const Values& inputs) {
   return at::kCPU;
 }
 
-// Moves what is not registered in the module to where the module's parameters are, as Module::to() moves these.
+// Moves what is not registered in the module to where the model runs, as Module::to() moves parameters.
 void follow_parameters(Program& program, at::Device device) {
   const at::Tensor* const leading = leading_tensor(program);
-  if (leading == nullptr) return;
   const at::NoGradGuard no_grad;
   for (LiftedTensor& lifted : program.lifted) {
     using enum LiftedTensor::Kind;
     if (lifted.kind == kParameter || lifted.kind == kBuffer) continue;
     // Python's Module.to(dtype) casts buffers, and no other tensors.
-    const bool casts =
-        lifted.kind == kNonPersistent && lifted.value.scalar_type() == program.dtype && leading->is_floating_point();
+    const bool casts = leading != nullptr && leading->is_floating_point() && lifted.kind == kNonPersistent &&
+                       lifted.value.scalar_type() == program.dtype;
     const at::ScalarType dtype = casts ? leading->scalar_type() : lifted.value.scalar_type();
     if (lifted.value.device() == device && lifted.value.scalar_type() == dtype) continue;
     lifted.value.set_data(lifted.value.to(device, dtype));
@@ -249,6 +254,26 @@ std::string node_in_words(const Node& node) {
 
 std::string line_in_python(const Node& node) {
   return node.source.empty() ? std::string() : cat("\nin Python: ", node.source);
+}
+
+std::string first_reader(const Program& program, const std::vector<std::string>& names) {
+  std::set<int> slots;
+  for (size_t i = 0; i < program.sources.size(); ++i) {
+    const InputSource& source = program.sources[i];
+    if (!source.is_lifted || program.main().inputs[i] < 0) continue;
+    const std::string& name = program.lifted[source.index].name;
+    if (std::find(names.begin(), names.end(), name) != names.end()) slots.insert(program.main().inputs[i]);
+  }
+  for (const Node& node : program.main().nodes) {
+    for (const Argument& argument : node.arguments) {
+      const bool reads =
+          std::any_of(argument.slots.begin(), argument.slots.end(), [&](int slot) { return slots.contains(slot); });
+      if (!reads) continue;
+      return cat(node.target, node.module.empty() ? "" : cat(" in module \"", node.module, "\""),
+                 node.source.empty() ? "" : cat(", in Python: ", node.source));
+    }
+  }
+  return {};
 }
 
 std::vector<c10::IValue> run(Program& program, const std::vector<c10::IValue>& inputs, bool training) {

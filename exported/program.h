@@ -118,4 +118,8 @@ std::string node_in_words(const Node& node);
 // The line of Python that made the node, to be put behind a message; empty: the file does not say.
 std::string line_in_python(const Node& node);
 
+// Says which node reads a parameter or buffer first, "aten.linear.default in module "h.0.fc", in Python: File ...".
+// `names`: all that the tensor has. Empty: none does.
+std::string first_reader(const Program& program, const std::vector<std::string>& names);
+
 }  // namespace ds::exported

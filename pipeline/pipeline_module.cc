@@ -16,6 +16,7 @@
 #include "core/tensor_check.h"
 #include "pipeline/placed_errors.h"
 #include "pipeline/stage_placement.h"
+#include "pipeline/whole_names.h"
 
 namespace ds::pipeline {
 namespace {
@@ -45,6 +46,42 @@ double time_layer(const LayerSpec& layer, torch::nn::Module* module, Tensors& in
   const double seconds = seconds_since(start);
   inputs = as_leaves(outputs);
   return seconds;
+}
+
+// The module "h.0" below `root` of "h.0.weight", made on the way; `name` keeps what is behind its last dot.
+torch::nn::Module& owner_of(torch::nn::Module& root, std::string& name) {
+  torch::nn::Module* parent = &root;
+  for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.')) {
+    const std::string part = name.substr(0, dot);
+    name.erase(0, dot + 1);
+    const auto children = parent->named_children();
+    parent = children.contains(part) ? children[part].get()
+                                     : parent->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
+  }
+  return *parent;
+}
+
+// Registers the tensors of a layer under all their names in the whole model.
+void register_whole_names(torch::nn::Module& root, const torch::nn::Module& layer, const WholeNames& tensors) {
+  const auto parameters = layer.named_parameters();
+  const auto buffers = layer.named_buffers();
+  for (const std::vector<std::string>& names : tensors) {
+    for (std::string name : names) {
+      torch::nn::Module& owner = owner_of(root, name);
+      if (owner.named_parameters(false).contains(name) || owner.named_buffers(false).contains(name)) continue;
+      if (const at::Tensor* const parameter = parameters.find(names.front())) {
+        owner.register_parameter(name, *parameter, parameter->requires_grad());
+      } else {
+        owner.register_buffer(name, buffers[names.front()]);
+      }
+    }
+  }
+}
+
+bool has_name(const WholeNames& tensors, const std::string& name) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const std::vector<std::string>& names) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  });
 }
 
 }  // namespace
@@ -241,31 +278,39 @@ void PipelineModule::build_own(const StagePlacement& placement) {
   }
 }
 
-// Registers the module under its name, each part before a dot as a module of its own.
+// Registers the module under its name, each part before a dot as a module of its own; or its tensors under theirs.
 void PipelineModule::adopt(size_t index, const std::shared_ptr<torch::nn::Module>& module) {
   modules_[index] = module;
   if (!module) return;
-  torch::nn::Module* parent = this;
-  std::string name = name_of_layer(index);
-  for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.')) {
-    const std::string part = name.substr(0, dot);
-    name.erase(0, dot + 1);
-    const auto children = parent->named_children();
-    parent = children.contains(part) ? children[part].get()
-                                     : parent->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
+  if (const WholeNames* const names = whole_names_of(layers_[index])) {
+    return register_whole_names(*this, *module, *names);
   }
-  parent->register_module(name, module);
+  std::string name = name_of_layer(index);
+  torch::nn::Module& owner = owner_of(*this, name);
+  owner.register_module(name, module);
 }
 
 void PipelineModule::find_tied(const StagePlacement& placement) {
   std::map<std::string, std::set<int>> ranks;
+  std::set<std::string> tensors;  // of these keys, those that are whole names of tensors: each of its names is a tie
   for (size_t s = 0; s + 1 < bounds_.size(); ++s) {
     for (auto i = static_cast<size_t>(bounds_[s]); i < static_cast<size_t>(bounds_[s + 1]); ++i) {
       if (!layers_[i].key.empty()) ranks[layers_[i].key].insert(placement.rank_of[s]);
+      const WholeNames* const names = whole_names_of(layers_[i]);
+      for (const std::vector<std::string>& of_tensor : names ? *names : WholeNames()) {
+        for (const std::string& name : of_tensor) {
+          ranks[name].insert(placement.rank_of[s]);
+          tensors.insert(name);
+        }
+      }
     }
   }
   for (const auto& [key, of_key] : ranks) {
     if (of_key.size() == 1) continue;
+    if (tensors.contains(key)) {
+      tied_.push_back({key, key, {of_key.begin(), of_key.end()}});
+      continue;
+    }
     const auto first =
         std::find_if(layers_.begin(), layers_.end(), [&key = key](const LayerSpec& layer) { return layer.key == key; });
     tied_.push_back({key, name_of_layer(static_cast<size_t>(first - layers_.begin())), {of_key.begin(), of_key.end()}});
@@ -274,7 +319,12 @@ void PipelineModule::find_tied(const StagePlacement& placement) {
 
 std::vector<at::Tensor> PipelineModule::tied_parameters(const std::string& key) const {
   for (size_t i = 0; i < layers_.size(); ++i) {
-    if (layers_[i].key == key && modules_[i]) return modules_[i]->parameters();
+    if (!modules_[i]) continue;
+    if (layers_[i].key == key) return modules_[i]->parameters();
+    if (whole_names_of(layers_[i]) == nullptr) continue;
+    // Its first name stands for the tensor: under the others there is nothing more to add up.
+    const auto parameters = modules_[i]->named_parameters();
+    if (const at::Tensor* const tensor = parameters.find(key)) return {*tensor};
   }
   return {};
 }
@@ -292,7 +342,9 @@ std::vector<at::Tensor> PipelineModule::parameters_of(int stage) const {
 
 bool PipelineModule::is_elsewhere(const std::string& name) const {
   for (size_t i = 0; i < layers_.size(); ++i) {
-    if (!own_[i] && name.starts_with(name_of_layer(i) + ".")) return true;
+    if (own_[i]) continue;
+    const WholeNames* const names = whole_names_of(layers_[i]);
+    if (names ? has_name(*names, name) : name.starts_with(name_of_layer(i) + ".")) return true;
   }
   return false;
 }

@@ -27,10 +27,10 @@ struct StagePlacement {
   bool seed_layers = false;
 };
 
-// A key of tied layers that are on several ranks.
+// A key of tied layers that are on several ranks, or a name of a tensor that layers with whole names share.
 struct TiedLayers {
   std::string key;
-  std::string name;        // of the layers' parameters
+  std::string name;        // of the layers, or of the tensor
   std::vector<int> ranks;  // ascending; the first one counts for the model's norm, and writes checkpoints
 };
 

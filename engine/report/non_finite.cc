@@ -12,6 +12,8 @@
 #include "comm/agreement.h"
 #include "core/json/parse_json.h"
 #include "core/text.h"
+#include "dsengine/exported_model.h"
+#include "dsengine/exported_pipeline.h"
 #include "model/state/row_wise.h"
 #include "zero/square_sum.h"
 
@@ -91,6 +93,22 @@ std::string describe_local(const NonFiniteQuestion& question, const std::vector<
   return text + and_more(found.size());
 }
 
+// The name of a parameter; of one of an exported model also where Python reads it.
+std::string name_and_place(const ModelState& state, const std::string& parameter) {
+  std::string place;
+  for (const auto& item : state.module->named_modules("", /*include_self=*/true)) {
+    const std::string prefix = item.key().empty() ? "" : item.key() + ".";
+    if (!place.empty() || !parameter.starts_with(prefix)) continue;
+    const std::string name = parameter.substr(prefix.size());
+    if (const auto* const model = dynamic_cast<const ExportedModule*>(item.value().get())) {
+      place = model->reader_of(name);
+    } else if (const auto* const pipeline = dynamic_cast<const ExportedPipeline*>(item.value().get())) {
+      place = pipeline->reader_of(name);
+    }
+  }
+  return place.empty() ? parameter : cat(parameter, " (", place, ")");
+}
+
 // The first stage whose backward gives gradients to a bucket.
 int64_t stage_of(const PipelineState* pipeline, size_t bucket) {
   if (!pipeline) return 0;
@@ -134,7 +152,8 @@ std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state
     for (const Segment& segment : segments) {
       if (position < segment.slice_offset || position >= segment.slice_offset + segment.length) continue;
       first = {stage, segment.parameter, segment.parameter_offset + position - segment.slice_offset,
-               state.parameters[static_cast<size_t>(segment.parameter)].name, name_of_non_finite(value)};
+               name_and_place(state, state.parameters[static_cast<size_t>(segment.parameter)].name),
+               name_of_non_finite(value)};
     }
   }
   return first;
@@ -150,7 +169,7 @@ NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches, boo
   if (const auto found = state.gradients.check->first()) {
     const int64_t before = state.pipeline_ranks() - 1 - state.pipeline_rank();
     facts.local = {found->micro_batch, batches.name_of(found->micro_batch),
-                   state.parameters[static_cast<size_t>(found->parameter)].name, before};
+                   name_and_place(state, state.parameters[static_cast<size_t>(found->parameter)].name), before};
   }
   return facts;
 }

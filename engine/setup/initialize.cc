@@ -19,6 +19,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/exported_model.h"
+#include "dsengine/exported_pipeline.h"
 #include "dsengine/lr_schedule.h"
 #include "engine/engine_impl.h"
 #include "engine/make_sampler.h"
@@ -272,10 +273,13 @@ void keep_average(ModelState& model, const EmaOptions& options) {
 void require_exported_dtypes(const torch::nn::Module& model, const config::DsConfig& config) {
   if (!config.bf16.enabled && !config.fp16.enabled) return;
   for (const auto& module : model.modules()) {
-    const auto* const exported = dynamic_cast<const ExportedModule*>(module.get());
-    if (exported == nullptr) continue;
-    if (config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
-    if (config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
+    const auto check = [&](const auto* exported) {
+      if (exported == nullptr) return;
+      if (config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
+      if (config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
+    };
+    check(dynamic_cast<const ExportedModule*>(module.get()));
+    check(dynamic_cast<const ExportedPipeline*>(module.get()));
   }
 }
 

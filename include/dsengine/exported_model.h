@@ -148,6 +148,9 @@ class ExportedModule : public torch::nn::Module {
   // than the export's, and nodes of the first file have the export's baked; names the first three with Python's lines.
   // `key`: of the config, for the message. initialize() calls it.
   void require_dtype(at::ScalarType dtype, const std::string& key) const;
+  // Says where Python reads a parameter, for messages: "aten.linear.default in module "h.0.fc", in Python: File
+  // "model.py", line 19, in forward: ..."; empty for a name that no operator reads.
+  std::string reader_of(const std::string& parameter) const;
 
  private:
   friend std::shared_ptr<ExportedModule> load_exported(const std::string& path, const ExportedOptions& options);

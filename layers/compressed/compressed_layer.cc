@@ -35,7 +35,8 @@ std::optional<LayerKind> kind_of(const torch::nn::Module& module) {
   if (dynamic_cast<const torch::nn::Conv2dImpl*>(&module) != nullptr) return LayerKind::kConv2d;
   const at::Tensor weight = own_parameter(module, "weight");
   if (!weight.defined()) return std::nullopt;
-  if (weight.dim() == 2) return LayerKind::kLinear;
+  // An exported model (dsengine/exported_model.h) has plain modules, named by their classes in Python.
+  if (weight.dim() == 2) return module.name() == "Embedding" ? LayerKind::kEmbedding : LayerKind::kLinear;
   if (weight.dim() == 4) return LayerKind::kConv2d;
   return std::nullopt;
 }

@@ -76,7 +76,8 @@ class CompressedLayer {
 };
 
 // The kind of torch::nn's Linear, Embedding and Conv2d; nothing for others. A module of the program's own is a Linear
-// where it has a parameter "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four.
+// where it has a parameter "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four; one
+// that is named "Embedding", as exported models have it, is an Embedding.
 std::optional<LayerKind> kind_of(const torch::nn::Module& module);
 bool applies_to(Method method, LayerKind kind);
 // Return the bias and the weight of a layer; undefined where it has none.

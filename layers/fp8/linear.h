@@ -23,8 +23,9 @@ struct NamedLinear {
   const std::string& name() const { return names.front(); }
 };
 
-// Returns torch::nn::Linear, and modules of classes whose name has "Linear" in it and that have a parameter "weight" of
-// two dimensions, in the module's order. A layer that has the weight of one before is another name of that one.
+// Returns torch::nn::Linear, and modules of classes whose name has "Linear" in it (Python's class in an exported model)
+// and that have a parameter "weight" of two dimensions, in the module's order. A layer that has the weight of one
+// before is another name of that one.
 std::vector<NamedLinear> linears_of(torch::nn::Module& module);
 
 // An FP8 layer, as operators find it by its weight.

@@ -24,7 +24,7 @@ std::vector<TiedWeights> make_tied_weights(const pipeline::PipelineModule& modul
 
 int tie_of(const std::vector<TiedWeights>& all, const std::string& name) {
   const auto found = std::find_if(all.begin(), all.end(), [&](const TiedWeights& weights) {
-    return weights.ranks && name.starts_with(weights.name + ".");
+    return weights.ranks && (name == weights.name || name.starts_with(weights.name + "."));
   });
   return found == all.end() ? -1 : static_cast<int>(found - all.begin());
 }

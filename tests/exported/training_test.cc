@@ -20,6 +20,7 @@
 #include "dsengine/module_checkpointing.h"
 #include "tests/exported/golden_model.h"
 #include "tests/support/borrowed.h"
+#include "tests/support/grid.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -155,6 +156,21 @@ INSTANTIATE_TEST_SUITE_P(Models, DividedBatchTest,
                          testing::Values("encoder", "vit", "unet", "gru_attention", "graph", "pinn", "hf_gpt2",
                                          "hf_llama"),
                          [](const auto& info) { return info.param; });
+
+// Each rank has two samples of the batch.
+TEST(ExportedTraining, FourRanksAtEveryStageTrainAsPython) {
+  const std::vector<std::string> models = {"encoder", "vit",  "unet",    "gru_attention",
+                                           "graph",   "pinn", "hf_gpt2", "hf_llama"};
+  for (const auto& [name, stage] : test::grid_sample(1, models, std::vector<int>{0, 1, 2, 3})) {
+    SCOPED_TRACE(cat(name, ", stage ", stage));
+    const GoldenModel golden(name);
+    run_ranks(4, [&golden, stage = stage](comm::Communicator& communicator) {
+      const auto model = load_exported(golden.path());
+      const engine::Initialized parts = start(model, config_of(golden, stage), communicator);
+      expect_near(train(*parts.engine, *model, golden, kSteps), golden.losses(), kLossTolerance);
+    });
+  }
+}
 
 TEST(ExportedTraining, RecomputesBlocksByTheirNamesInPython) {
   const GoldenModel golden("hf_llama");

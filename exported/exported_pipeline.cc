@@ -1,0 +1,354 @@
+#include "dsengine/exported_pipeline.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "core/check.h"
+#include "core/listed.h"
+#include "core/shown_text.h"
+#include "core/without_stack.h"
+#include "exported/archive.h"
+#include "exported/input_check.h"
+#include "exported/interpreter.h"
+#include "exported/module_tree.h"
+#include "exported/program_cut.h"
+#include "exported/program_reader.h"
+#include "pipeline/whole_names.h"
+
+namespace ds {
+namespace exported {
+namespace {
+
+using pipeline::Tensors;
+using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+using Values = std::vector<c10::IValue>;
+
+Values values_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
+
+Tensors tensors_of(Values values) {
+  Tensors tensors;
+  for (c10::IValue& value : values) tensors.push_back(std::move(value).toTensor());
+  return tensors;
+}
+
+// What layers compute from the inputs of a micro-batch alone: once, for the layers of a rank that follow one another.
+// Used by one thread.
+class SharedValues {
+ public:
+  explicit SharedValues(Program program) : program_(std::move(program)) {}
+
+  const Values& of(const Tensors& inputs, bool training) {
+    const bool same =
+        training == training_ && inputs.size() == inputs_.size() &&
+        std::equal(inputs.begin(), inputs.end(), inputs_.begin(), [](const at::Tensor& input, const WeakTensor& known) {
+          return known.lock().get() == input.unsafeGetTensorImpl();
+        });
+    if (same && !inputs.empty()) return values_;
+    values_ = run(program_, values_of(inputs), training);
+    training_ = training;
+    inputs_.clear();
+    for (const at::Tensor& input : inputs) inputs_.emplace_back(input.getIntrusivePtr());
+    return values_;
+  }
+
+ private:
+  Program program_;
+  bool training_ = false;
+  std::vector<WeakTensor> inputs_;  // of the values
+  Values values_;
+};
+
+// A layer in one mode.
+struct LayerInMode {
+  ProgramPart part;
+  std::shared_ptr<SharedValues> shared;
+  bool is_first = false;
+
+  Tensors run(const Tensors& inputs, bool training) {
+    Program& program = part.program;
+    require(inputs.size() == part.travelling, program.path, ": expected ", part.travelling, " tensors (",
+            lazy([&] { return listed(names(), 20); }), "), found ", inputs.size());
+    Values values = values_of(inputs);
+    if (is_first) check_inputs(program, values);
+    if (!part.shared.empty()) {
+      Tensors from;
+      for (const size_t i : part.shared_from) from.push_back(inputs[i]);
+      const Values& all = shared->of(from, training);
+      for (const size_t i : part.shared) values.push_back(all[i]);
+    }
+    return tensors_of(exported::run(program, values, training));
+  }
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> result;
+    for (size_t i = 0; i < part.travelling; ++i) result.push_back(part.program.inputs[i].name);
+    return result;
+  }
+};
+
+// A file, cut as it was exported.
+struct CutFile {
+  Program program;
+  CutProgram parts;
+  std::shared_ptr<SharedValues> shared;
+  LayerInMode loss;
+};
+
+// A layer as a module: it has registered its tensors under the first of their names in the whole model.
+class ExportedLayer : public torch::nn::Module {
+ public:
+  ExportedLayer(std::string name, LayerInMode train, std::optional<LayerInMode> eval, const torch::nn::Module& model)
+      : torch::nn::Module(std::move(name)), train_(std::move(train)), eval_(std::move(eval)), model_(model) {}
+
+  // The mode is that of the pipeline, which outlives its layers: a layer is none of its modules.
+  Tensors forward(const Tensors& inputs) {
+    const bool training = model_.is_training();
+    LayerInMode& mode = eval_ && !training ? *eval_ : train_;
+    require_mode(mode.part.program, training, eval_.has_value());
+    return mode.run(inputs, training);
+  }
+
+  // Gives the tensors of the file to the programs of both modes.
+  template <class Make>
+  void make_tensors(const Make& make) {
+    ModuleTree tree(*this);
+    std::map<std::string, at::Tensor> registered;
+    const auto give = [&](Program& program) {
+      for (LiftedTensor& lifted : program.lifted) {
+        if (lifted.value.defined()) continue;
+        const auto [value, name, trains] = make(lifted);
+        lifted.value = value;
+        if (!registered.emplace(name, value).second) continue;
+        torch::nn::Module& owner = tree.owner_of(name);
+        if (lifted.kind == LiftedTensor::Kind::kParameter) {
+          owner.register_parameter(ModuleTree::leaf_of(name), value, trains);
+        } else {
+          owner.register_buffer(ModuleTree::leaf_of(name), value);
+        }
+      }
+    };
+    give(train_.part.program);
+    if (eval_) give(eval_->part.program);
+  }
+
+ private:
+  LayerInMode train_;
+  std::optional<LayerInMode> eval_;
+  const torch::nn::Module& model_;
+};
+
+}  // namespace
+}  // namespace exported
+
+using exported::CutFile;
+using exported::LiftedTensor;
+using exported::StoredTensor;
+using pipeline::Tensors;
+
+// The files, and what layers are made from.
+struct ExportedPipeline::Source {
+  exported::Archive archive;
+  nlohmann::json json;
+  exported::StoredTensors weights;
+  CutFile train;
+  std::optional<CutFile> eval;
+  std::map<std::string, std::vector<std::string>> names;  // of each parameter or buffer: all, by any of them
+  std::map<std::string, exported::WeakTensor> made;       // by first name: those of layers that are built
+  const torch::nn::Module* model = nullptr;               // the pipeline
+
+  Source(const std::string& path, const ExportedPipelineOptions& options)
+      : archive(path), json(archive.program(options.file.program)), weights(archive.weights(options.file.program)) {
+    train = cut_file(archive, json, options);
+    if (!options.file.eval.empty()) {
+      const exported::Archive second(options.file.eval);
+      eval = cut_file(second, second.program(options.file.program), options);
+      require_same_layers(second);
+    }
+    note_names();
+  }
+
+  // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
+  static CutFile cut_file(const exported::Archive& archive, const nlohmann::json& json,
+                          const ExportedPipelineOptions& options) {
+    CutFile file;
+    file.program = *exported::read_program(
+        archive, json, options.file, [&](LiftedTensor::Kind kind, const std::string&, const StoredTensor& stored) {
+          const bool is_registered = kind == LiftedTensor::Kind::kParameter || kind == LiftedTensor::Kind::kBuffer;
+          return is_registered ? at::Tensor() : archive.make(stored, false);
+        });
+    file.parts = exported::cut(file.program, {.blocks = options.blocks, .labels = options.labels});
+    file.shared = std::make_shared<exported::SharedValues>(file.parts.shared);
+    file.loss = {.part = file.parts.loss, .shared = file.shared};
+    return file;
+  }
+
+  void require_same_layers(const exported::Archive& second) const {
+    const auto names_of = [](const CutFile& file) {
+      std::vector<std::string> result;
+      for (const exported::ProgramPart& layer : file.parts.layers) result.push_back(layer.name);
+      return result;
+    };
+    const std::vector<std::string> expected = names_of(train);
+    const std::vector<std::string> found = names_of(*eval);
+    second.require_good(found == expected, "has the layers ", listed(found, 10), "; expected those of ",
+                        train.program.path, ", ", listed(expected, 10), ": export both from one model");
+    for (const LiftedTensor& lifted : eval->program.lifted) {
+      if (lifted.value.defined()) continue;
+      second.require_good(weights.contains(lifted.name), "has the tensor \"", shown_text(lifted.name),
+                          "\", which the first file lacks: export both from one model");
+    }
+  }
+
+  void note_names() {
+    std::map<std::string, std::vector<const LiftedTensor*>> in_record;
+    for (const LiftedTensor& lifted : train.program.lifted) {
+      if (!lifted.value.defined()) in_record[weights.at(lifted.name).record].push_back(&lifted);
+    }
+    for (const auto& [record, tensors] : in_record) {
+      for (const LiftedTensor* const one : tensors) {
+        for (const LiftedTensor* const other : tensors) {
+          const bool tied = one->kind == LiftedTensor::Kind::kParameter && other->kind == one->kind &&
+                            weights.at(other->name).is_same(weights.at(one->name));
+          if (tied || other == one) names[one->name].push_back(other->name);
+        }
+      }
+    }
+  }
+
+  exported::LayerInMode layer_in(const CutFile& file, size_t index) const {
+    return {.part = file.parts.layers[index], .shared = file.shared, .is_first = index == 0};
+  }
+
+  pipeline::WholeNames names_of(size_t index) const {
+    std::vector<const exported::Program*> programs = {&train.parts.layers[index].program};
+    if (eval) programs.push_back(&eval->parts.layers[index].program);
+    pipeline::WholeNames result;
+    for (const exported::Program* const program : programs) {
+      for (const LiftedTensor& lifted : program->lifted) {
+        if (lifted.value.defined()) continue;
+        const std::vector<std::string>& all = names.at(lifted.name);
+        if (std::find(result.begin(), result.end(), all) == result.end()) result.push_back(all);
+      }
+    }
+    return result;
+  }
+
+  std::shared_ptr<exported::ExportedLayer> build(size_t index) {
+    const at::NoGradGuard no_grad;
+    std::optional<exported::LayerInMode> in_eval;
+    if (eval) in_eval = layer_in(*eval, index);
+    auto layer = std::make_shared<exported::ExportedLayer>(train.parts.layers[index].name, layer_in(train, index),
+                                                           std::move(in_eval), *model);
+    layer->make_tensors([&](const LiftedTensor& lifted) {
+      const StoredTensor& stored = weights.at(lifted.name);
+      const std::string& name = names.at(lifted.name).front();
+      at::Tensor value;
+      if (const auto known = made.find(name); known != made.end()) {
+        if (auto alive = known->second.lock()) value = at::Tensor(std::move(alive));
+      }
+      if (!value.defined()) {
+        value = archive.make(stored, false);
+        made.insert_or_assign(name, exported::WeakTensor(value.getIntrusivePtr()));
+      }
+      return std::tuple(value, name, stored.requires_grad);
+    });
+    return layer;
+  }
+
+  static std::vector<pipeline::LayerSpec> layers(const std::shared_ptr<Source>& source) {
+    torch::nn::Module classes;
+    exported::ModuleTree tree(classes);
+    tree.add_modules(source->json);
+    std::vector<pipeline::LayerSpec> result;
+    for (size_t i = 0; i < source->train.parts.layers.size(); ++i) {
+      pipeline::LayerSpec layer = pipeline::LayerSpec::made_by([source, i] {
+                                    return source->build(i);
+                                  }).named(source->train.parts.layers[i].name);
+      layer.call = pipeline::CallWithWholeNames(source->names_of(i), layer.call);
+      const bool is_block = layer.name.find(' ') == std::string::npos;  // else it is "before" or "behind" the blocks
+      layer.type = is_block ? tree.owner_of(layer.name.substr(0, layer.name.find('#')) + ".").name() : "graph";
+      result.push_back(std::move(layer));
+    }
+    return result;
+  }
+
+  // The loss of the program, or the one of the options over what forward returns without labels.
+  static pipeline::LossFunction loss_of(const std::shared_ptr<Source>& source, const ExportedPipelineOptions& options) {
+    if (options.pipeline.loss) {
+      const size_t count = source->train.parts.output_names.size();
+      return [given = options.pipeline.loss, count](const Tensors& outputs, const Tensors& labels) {
+        return given({outputs.begin(), outputs.begin() + static_cast<std::ptrdiff_t>(count)}, labels);
+      };
+    }
+    const std::string& name = options.loss;
+    const exported::CutProgram& parts = source->train.parts;
+    const size_t outputs = parts.output_names.size() + parts.loss_names.size();
+    const auto is_it = [&](const std::string& one) { return one == name || outputs == 1; };
+    require(std::any_of(parts.loss_names.begin(), parts.loss_names.end(), is_it) ||
+                std::any_of(parts.output_names.begin(), parts.output_names.end(), is_it),
+            source->train.program.path, ": has no output \"", name, "\" that is the loss; it returns ",
+            listed(*source->train.program.output_names, 20),
+            ". Name it in ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss");
+    return [source, name](const Tensors& given, const Tensors& labels) {
+      const bool training = source->model->is_training();
+      CutFile& file = source->eval && !training ? *source->eval : source->train;
+      const bool only = file.parts.output_names.size() + file.parts.loss_names.size() == 1;
+      const auto place = [&](const std::vector<std::string>& of) {
+        return only && !of.empty() ? 0 : static_cast<size_t>(std::find(of.begin(), of.end(), name) - of.begin());
+      };
+      const size_t output = place(file.parts.output_names);
+      if (output < file.parts.output_names.size()) return given.at(output);
+      Tensors inputs = given;
+      inputs.insert(inputs.end(), labels.begin(), labels.end());
+      return file.loss.run(inputs, training).at(place(file.parts.loss_names));
+    };
+  }
+};
+
+ExportedPipeline::~ExportedPipeline() = default;
+
+ExportedPipeline::ExportedPipeline(std::shared_ptr<Source> source, std::vector<pipeline::LayerSpec> layers,
+                                   pipeline::PipelineOptions options)
+    : pipeline::PipelineModule(std::move(layers), std::move(options)), source_(std::move(source)) {
+  source_->model = this;
+  exported::ModuleTree(*this).add_modules(source_->json);  // in Python's order on every rank, whatever its layers
+  source_->json = {};
+}
+
+std::vector<std::string> ExportedPipeline::inputs() const { return source_->layer_in(source_->train, 0).names(); }
+const std::vector<std::string>& ExportedPipeline::outputs() const { return source_->train.parts.output_names; }
+
+void ExportedPipeline::require_dtype(at::ScalarType dtype, const std::string& key) const {
+  exported::require_dtype(source_->train.program, dtype, key);
+}
+
+std::string ExportedPipeline::reader_of(const std::string& parameter) const {
+  const auto names = source_->names.find(parameter);
+  return names == source_->names.end() ? std::string() : exported::first_reader(source_->train.program, names->second);
+}
+
+std::shared_ptr<ExportedPipeline> load_exported_pipeline(const std::string& path, ExportedPipelineOptions options) {
+  require(!options.file.meta, "load_exported_pipeline: file.meta: expected false, found true: each rank reads the ",
+          "tensors of its own layers; remove it");
+  try {
+    const auto source = std::make_shared<ExportedPipeline::Source>(path, options);
+    options.pipeline.loss = source->loss_of(source, options);
+    return std::shared_ptr<ExportedPipeline>(
+        new ExportedPipeline(source, source->layers(source), std::move(options.pipeline)));
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()),
+                      "; the file is damaged, export the model again"));
+  }
+}
+
+}  // namespace ds
