@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <iostream>
 #include <limits>
 #include <mutex>
@@ -27,6 +28,7 @@
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 #include "model/stages/tied_weights.h"
+#include "model/state/finished_gradients.h"
 #include "model/state/parameter_values.h"
 
 namespace ds::engine {
@@ -144,7 +146,7 @@ at::Tensor tensor_of(const std::vector<SafetensorsFile>& files, const std::strin
     if (file.contains(name)) return file.tensor(name);
   }
   throw IoError(cat("parity: ", files.front().path(), ": expected the tensor ", name,
-                    " of the first run, found none: ", "the program builds another model on another number of ranks"));
+                    " of the first run, found none: the program builds another model on another number of ranks"));
 }
 
 std::vector<SafetensorsFile> open_files(int64_t pipe_ranks, const std::function<std::string(int64_t)>& path) {
@@ -339,6 +341,7 @@ pipeline::MicroBatch ParityRecord::given(const pipeline::BatchSource& next) {
 }
 
 void ParityRecord::before_step(Engine& engine) {
+  EngineAccess::impl_of(engine).order.require(Call::kStep);  // before anything is read
   at_boundary_ = engine.is_gradient_accumulation_boundary();
   if (at_boundary_) before_update(engine);
 }
@@ -351,6 +354,9 @@ void ParityRecord::after_step(Engine& engine) {
 }
 
 void ParityRecord::before_update(Engine& engine) {
+  // Here, because a stage of a pipeline may have nothing to write and yet copies of tied weights.
+  EngineAccess::impl_of(engine).update->settle(Update::Next::kRead);
+  finish_gradients(state_);
   open_file(++step_, /*with_gradients=*/true);
   write(engine, Kind::kGradients);
 }
