@@ -28,7 +28,7 @@ Engine::~Engine() {
 at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
   const bool casts = impl_->state.plan.cast_inputs && input.is_floating_point();
-  const at::Tensor arrived = impl_->inputs->upload(input);
+  const at::Tensor arrived = impl_->inputs->upload(impl_->parity ? impl_->parity->given(input) : input);
   return casts ? arrived.to(at::kHalf) : arrived;
 }
 

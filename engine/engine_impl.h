@@ -140,6 +140,8 @@ struct Engine::Impl {
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to
   // name. Collective.
   at::Tensor reduced_gradient(const ParameterValues& values, const char* call);
+  // Returns the same once all backward passes of a step are over, whoever drives it. Collective.
+  at::Tensor finished_gradient(const ParameterValues& values, const char* call);
 };
 
 // Gives functions of ours that take engines their insides.

@@ -48,6 +48,12 @@ at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const c
   require(order.micro_batches.at_boundary() && order.scopes.synchronizes(), call, ": parameter ", values.name(),
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
           order.micro_batches.done() + 1, " of ", order.micro_batches.per_update());
+  return finished_gradient(values, call);
+}
+
+at::Tensor Engine::Impl::finished_gradient(const ParameterValues& values, const char* call) {
+  require(!state.gradients.reducer->keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
+          "gradient between backward() and step() of this optimizer");
   update->settle(Update::Next::kRead);
   finish_gradients(state);
   return flat_gradient(state, values.bucket());

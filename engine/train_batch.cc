@@ -193,8 +193,9 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   int64_t given = 0;
   const std::shared_ptr<MicroBatchDigests> taken = digests_of(self, micro_batches);
   pipeline::StageCallbacks callbacks = backward_callbacks(self);
+  const auto source = [&] { return self.parity ? self.parity->given(next) : next(); };
   callbacks.next = [&] {
-    pipeline::MicroBatch batch = on_device(given_by(next, taken.get()));
+    pipeline::MicroBatch batch = on_device(given_by(source, taken.get()));
     if (self.state.tensor) self.state.tensor->next_batch();
     self.batches.begin(given++, self.loader.get());
     return batch;
@@ -223,7 +224,12 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   self.step->note_stages(facts, taken);
   self.progress.micro_steps += micro_batches;
   self.order.micro_batches.note_batch(micro_batches);
+  if (self.parity) {
+    for (const at::Tensor& one : result.losses) self.parity->note_loss(one);
+    self.parity->before_update(*this);
+  }
   self.complete_step(loss);
+  if (self.parity) self.parity->after_update(*this, loss);
   return loss;
 }
 

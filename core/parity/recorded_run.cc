@@ -31,9 +31,21 @@ std::optional<double> optional_number(const json& value) {
   return value.is_null() ? std::nullopt : std::optional(number_of(value));
 }
 
+// Calls `read`. What it throws for JSON that is none, or lacks a key, comes out as an IoError that names the file.
+template <class Read>
+auto read_json(const std::string& path, const char* what, const Read& read) {
+  try {
+    return read();
+  } catch (const json::exception& error) {
+    throw IoError(cat(path, ": expected ", what, " of a parity run, found a damaged file (", error.what(),
+                      "): the run was ended while it wrote, or another program has changed the file; run ",
+                      "ds-launch parity again, with an empty --folder"));
+  }
+}
+
 // Reads the lines of one data-parallel rank.
-std::vector<json> read_lines(const std::string& folder, int64_t rank) {
-  auto file = classic_stream<std::ifstream>(parity_path(folder, parity_losses_file(rank)));
+std::vector<json> read_lines(const std::string& path) {
+  auto file = classic_stream<std::ifstream>(path);
   std::vector<json> lines;
   for (std::string line; std::getline(file, line);) lines.push_back(parse_json<json>(line));
   return lines;
@@ -49,13 +61,22 @@ void add_lines(const std::vector<json>& lines, RecordedRun& run) {
     step.loss = optional_number(lines[i].at("loss"));
     step.norm = optional_number(lines[i].at("norm"));
     step.applied = lines[i].at("applied").get<bool>();
+    step.draws = step.draws || lines[i].at("draws").get<bool>();
+    step.batches += lines[i].at("batches").get<int64_t>();
   }
 }
 
 }  // namespace
 
-RecordedTensors::RecordedTensors(const std::string& path) : file_(path) {
-  const auto bytes = file_.bytes();
+RecordedTensors::RecordedTensors(const std::vector<std::string>& paths) {
+  for (const std::string& path : paths) {
+    files_.emplace_back(path);
+    read_json(path, "the tensors of a step", [&] { read(path); });
+  }
+}
+
+void RecordedTensors::read(const std::string& path) {
+  const auto bytes = files_.back().bytes();
   uint64_t length = 0;
   require<IoError>(bytes.size() >= sizeof(length), path, ": expected a safetensors file, found ", bytes.size(),
                    " bytes");
@@ -85,7 +106,11 @@ const RecordedTensor* RecordedTensors::find(const std::string& name) const {
 }
 
 RecordedTensors RecordedRun::tensors(size_t step) const {
-  return RecordedTensors(parity_path(folder, parity_step_file(static_cast<int64_t>(step))));
+  std::vector<std::string> paths;
+  for (int64_t rank = 0; rank < pipe_ranks; ++rank) {
+    paths.push_back(parity_path(folder, parity_step_file(static_cast<int64_t>(step), rank)));
+  }
+  return RecordedTensors(paths);
 }
 
 RecordedLayout read_layout(const std::string& folder) {
@@ -93,23 +118,34 @@ RecordedLayout read_layout(const std::string& folder) {
   const FileText file = read_regular_file(path, kMostLayoutBytes);
   require<IoError>(file.trouble.empty(), path, ": expected the layout of a run that is over: ", file.trouble,
                    "; the program has not come to engine::initialize(), or failed there");
-  const json layout = parse_json<json>(file.text);
-  return {.data_ranks = layout.at("data_ranks").get<int64_t>(),
-          .micro_batch = layout.at("micro_batch").get<int64_t>(),
-          .accumulation = layout.at("accumulation").get<int64_t>(),
-          .tensor_ranks = layout.at("tensor_ranks").get<int64_t>(),
-          .stage = layout.at("stage").get<int64_t>(),
-          .dtype = layout.at("dtype").get<std::string>()};
+  return read_json(path, "the layout", [&] {
+    const json layout = parse_json<json>(file.text);
+    return RecordedLayout{.data_ranks = layout.at("data_ranks").get<int64_t>(),
+                          .micro_batch = layout.at("micro_batch").get<int64_t>(),
+                          .accumulation = layout.at("accumulation").get<int64_t>(),
+                          .tensor_ranks = layout.at("tensor_ranks").get<int64_t>(),
+                          .pipe_ranks = layout.at("pipe_ranks").get<int64_t>(),
+                          .stage = layout.at("stage").get<int64_t>(),
+                          .dtype = layout.at("dtype").get<std::string>()};
+  });
 }
 
 RecordedRun read_run(const std::string& folder, const std::optional<RecordedLayout>& layout) {
   RecordedRun run{.folder = folder, .layout = layout ? *layout : read_layout(folder), .steps = {}};
   const int64_t ranks = layout ? 1 : run.layout.data_ranks;
+  if (layout) {
+    run.layout.dtype = read_layout(folder).dtype;
+  } else {
+    run.pipe_ranks = run.layout.pipe_ranks;
+  }
   size_t least = std::numeric_limits<size_t>::max();
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    const std::vector<json> lines = read_lines(folder, rank);
-    least = std::min(least, lines.size());
-    add_lines(lines, run);
+    const std::string path = parity_path(folder, parity_losses_file(rank));
+    read_json(path, "the losses", [&] {
+      const std::vector<json> lines = read_lines(path);
+      least = std::min(least, lines.size());
+      add_lines(lines, run);
+    });
   }
   require<IoError>(least > 0, folder, ": expected at least one step of each rank, found none: the program has made ",
                    "no step, or drives its engine by calls that are not recorded");
@@ -128,6 +164,7 @@ RecordFolder::RecordFolder(const std::string& wanted) : stays_(!wanted.empty()) 
     require_system<IoError>(mkdtemp(path_.data()) != nullptr, path_, ": the folder of the records cannot be made");
   }
   fs::create_directories(of_run());
+  fs::create_directories(of_other_order());
   fs::create_directories(of_reference());
 }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <csignal>
-#include <functional>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -155,11 +154,11 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
 }
 
 // Config, ranks and plan: what runs where.
-void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
+void choose_parts(Engine::Impl& impl, const InitializeOptions& options, bool one_stage) {
   config::DsConfig& config = impl.config;
   ModelState& model = impl.state;
   model.module = options.model;
-  const Distributed job = join_ranks(options, config);
+  const Distributed job = join_ranks(options, config, one_stage);
   impl.phases.tell(job.ranks);
   impl.phases.note("initialize");
   if (config.log_level) log::set_level(*config.log_level);
@@ -323,7 +322,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
 }
 
 // What reports, scales and schedules beside the model.
-void build_company(Engine::Impl& impl, const InitializeOptions& options) {
+void build_company(Engine::Impl& impl, const InitializeOptions& options, const ParityRun* parity) {
   const config::DsConfig& config = impl.config;
   const ModelState& model = impl.state;
   impl.schedule = make_schedule(options, config, model);
@@ -332,7 +331,9 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
-    impl.sampler = make_sampler(config, impl.sampler_place(), options.training_data.size());
+    const int64_t samples = options.training_data.size();
+    impl.sampler = parity ? parity->sampler(config, impl.sampler_place(), samples)
+                          : make_sampler(config, impl.sampler_place(), samples);
     impl.loader = std::make_shared<DataLoader>(options.training_data, impl.sampler, model.ranks.device);
   }
 }
@@ -405,14 +406,15 @@ void build_steps(Engine::Impl& impl) {
   impl.shown.emplace(impl.state);
 }
 
-Initialized put_together(const InitializeOptions& given) {
+// `parity`: the run of `ds-launch parity` that the engine is made for; null: none.
+Initialized put_together(const InitializeOptions& given, const ParityRun* parity) {
   InitializeOptions options = given;  // .make_optimizer gives the optimizer
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group
   require_given(options);
   auto impl = std::make_unique<Engine::Impl>();
-  choose_parts(*impl, options);
+  choose_parts(*impl, options, /*one_stage=*/parity != nullptr && parity->is_reference());
   configure_process(options, impl->config, impl->state.ranks);
   StartFiles files(
       {.weights = options.weights, .match = options.weights_options, .seed = static_cast<uint64_t>(impl->config.seed)});
@@ -420,7 +422,7 @@ Initialized put_together(const InitializeOptions& given) {
   build_model(impl->state, options, impl->config, files);
   impl->start_weights = files.report();
   if (impl->state.ranks.world->rank() == 0) say_what_runs(impl->config, impl->state.plan);
-  build_company(*impl, options);
+  build_company(*impl, options, parity);
   prepare_schedule(*impl);
   build_steps(*impl);
   impl->accumulation_begins();
@@ -437,16 +439,12 @@ Initialized put_together(const InitializeOptions& given) {
 
 Initialized initialize(const InitializeOptions& options) {
   const std::optional<ParityRun> parity = ParityRun::from_environment();
-  if (!parity) return put_together(options);
+  if (!parity) return put_together(options, nullptr);
   InitializeOptions of_run = options;
   of_run.config = parity->config();
-  Initialized result = put_together(of_run);
+  Initialized result = put_together(of_run, &*parity);
   Engine::Impl& impl = EngineAccess::impl_of(*result.engine);
-  std::function<void(int)> seed;
-  if (options.seed_generators) {
-    seed = [seed = static_cast<uint64_t>(impl.config.seed)](int rank) { seed_everything(seed, rank); };
-  }
-  impl.parity = std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config, seed);
+  impl.parity = std::make_unique<ParityRecord>(*parity, impl.state, impl.progress, impl.config);
   impl.parity->start(*result.engine);
   return result;
 }

@@ -22,9 +22,9 @@
 namespace ds::engine {
 namespace {
 
-config::DsConfig parse_config(const InitializeOptions& options, int world_size) {
+config::DsConfig parse_config(const InitializeOptions& options, int world_size, bool one_stage) {
   const auto module = pipeline_of(options);
-  const std::optional<int> stages = module ? module->options().stages : std::nullopt;
+  const std::optional<int> stages = module && !one_stage ? module->options().stages : std::nullopt;
   config::DsConfig config =
       config::parse(options.config,
                     {.world_size = world_size,
@@ -35,12 +35,12 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size) 
   if (!module) return config;
   const pipeline::PipelineOptions& given = module->options();
   config::PipelineSection& section = config.pipeline;
-  if (given.schedule) {
+  if (given.schedule && !one_stage) {
     section.schedule = *given.schedule;
     config::read_own_schedule(section);
   }
-  if (given.chunks) section.chunks = *given.chunks;
-  if (given.partition) section.partition = *given.partition;
+  if (given.chunks && !one_stage) section.chunks = *given.chunks;
+  if (given.partition && !one_stage) section.partition = *given.partition;
   if (given.seed_layers) section.seed_layers = *given.seed_layers;
   if (given.activation_checkpoint_interval) {
     section.activation_checkpoint_interval = *given.activation_checkpoint_interval;
@@ -109,7 +109,7 @@ std::shared_ptr<pipeline::PipelineModule> pipeline_of(const InitializeOptions& o
   return std::dynamic_pointer_cast<pipeline::PipelineModule>(options.model);
 }
 
-Distributed join_ranks(const InitializeOptions& options, config::DsConfig& config) {
+Distributed join_ranks(const InitializeOptions& options, config::DsConfig& config, bool one_stage) {
   const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.distributed ? 1 : 0);
   require(given <= 1, "initialize: expected one of .mesh, .communicator and .distributed, found ", given,
           "; each of them names the ranks");
@@ -117,7 +117,7 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
     Distributed job = given_ranks(options);
     require(!options.init || options.init->ranks() == job.ranks, "initialize: .init was made over another ",
             "group than the one given; expected zero::Init init(group) and the same group here");
-    config = parse_config(options, job.ranks->size());
+    config = parse_config(options, job.ranks->size(), one_stage);
     configure_watch(*job.ranks, config);
     return job;
   }
@@ -128,7 +128,7 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
                   .ranks_per_host = ranks_per_host(meeting),
                   .device = device_of_rank(options.device, meeting.local_rank)};
   introduce_rank(meeting);
-  config = parse_config(options, meeting.world_size);
+  config = parse_config(options, meeting.world_size, one_stage);
   job.ranks =
       joined->ranks(job.device, config.communication_backend, [&](const auto& place, comm::Communicator& ranks) {
         if (!config.flight_recorder.enabled) return;

@@ -156,12 +156,12 @@ struct ParityReport {
   std::string text;
 };
 
-// Trains `steps` steps on the ranks of the job and then, on rank 0 alone, on one rank at stage 0 with the same global
-// batches, and compares losses, gradients and weights: `ds-launch parity` in a program's own tests
-// (docs/is_my_run_right.md). `make` is called once on every rank and a second time on rank 0 alone, so it calls no
-// collective. Both calls make a model of one structure; the second one gets the start values of the first. The ranks of
-// the job share a temporary folder. The report is the same on all ranks. Throws what
-// initialize() and the steps throw, and UsageError for pipelines and zero::Init.
+// Trains `steps` steps on the ranks of the job, the same with the micro-batches of each step in another order, and
+// then, on rank 0 alone, on one rank at stage 0 with the same global batches. Compares losses, gradients and weights,
+// with bounds from the second run: `ds-launch parity` in a program's own tests (docs/is_my_run_right.md). `make` is
+// called for each run, in the last on rank 0 alone, so it calls no collective. All calls make a model of one structure;
+// the later ones get the start values of the first. The ranks of the job share a temporary folder. The report is the
+// same on all ranks. Throws what initialize() and the steps throw, and UsageError for pipelines and zero::Init.
 ParityReport parity_check(const std::function<ParityProgram()>& make, int64_t steps = 3);
 
 }  // namespace ds::engine

@@ -16,14 +16,17 @@ namespace ds::launcher {
 namespace {
 
 constexpr const char* kUsage =
-    "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] CONFIG -- PROGRAM ARGS";
+    "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] [--replay] [--one_order] "
+    "CONFIG -- PROGRAM ARGS";
 
 struct ParityOptions {
   std::string config;
   std::string against;  // the config of the run on one rank; empty: `config`
   std::string folder;   // where the records stay; empty: nowhere
   int64_t steps = 5;
-  Options launch;  // program, arguments and ranks
+  bool replays = false;         // the batches that the engine sees are those of the first run
+  bool has_other_order = true;  // the layout runs twice
+  Options launch;               // program, arguments and ranks
 };
 
 // Takes a flag of this command and its value out of `words`, which end before the program. Returns "" where it is not
@@ -39,6 +42,14 @@ std::string take_flag(std::vector<std::string>& words, const std::string& flag) 
     return value;
   }
   return {};
+}
+
+// Takes a flag without a value. Returns whether it was there.
+bool take_switch(std::vector<std::string>& words, const std::string& flag) {
+  const auto at = std::find(words.begin(), words.end(), flag);
+  if (at == words.end()) return false;
+  words.erase(at);
+  return true;
 }
 
 int64_t steps_of(const std::string& text) {
@@ -63,6 +74,8 @@ ParityOptions parse_parity(const std::vector<std::string>& words, const std::vec
   std::vector<std::string> own(words.begin(), marker);
   options.against = take_flag(own, "--against");
   options.folder = take_flag(own, "--folder");
+  options.replays = take_switch(own, "--replay");
+  options.has_other_order = !take_switch(own, "--one_order");
   const std::string steps = take_flag(own, "--steps");
   if (!steps.empty()) options.steps = steps_of(steps);
   own.insert(own.end(), marker, words.end());
@@ -104,6 +117,36 @@ Options on_one_rank(Options options) {
   return options;
 }
 
+constexpr const char* kNoBatches =
+    "ds-launch parity --replay: expected that the engine sees the batches of the program, found none: it calls its "
+    "module directly. Let it call engine->forward(model, input, target), or train_batch(source) in a pipeline; or give "
+    "its data as .training_data, whose batches need no --replay";
+
+// Starts the runs.
+struct Starter {
+  const ParityOptions& options;
+  const std::vector<std::string>& environment;
+  const RunJob& run;
+
+  // The wanted layout, which writes to `to`. `like`: the folder of the first run, for one with batches in `order`.
+  int layout(const std::string& to, const std::string& like = {}, const std::string& order = {}) const {
+    return start(options.launch, options.config,
+                 {{kParityFolderVariable, to}, {kParityLikeVariable, like}, {kParityOrderVariable, order}});
+  }
+  int one_rank(const std::string& to, const std::string& like) const {
+    return start(on_one_rank(options.launch), options.against.empty() ? options.config : options.against,
+                 {{kParityFolderVariable, to}, {kParityLikeVariable, like}});
+  }
+  int start(const Options& launch, const std::string& config,
+            std::vector<std::pair<const char*, std::string>> variables) const {
+    variables.emplace_back(kParityConfigVariable, std::filesystem::absolute(config).string());
+    variables.emplace_back(kParityStepsVariable, cat(options.steps));
+    if (options.replays) variables.emplace_back(kParityBatchesVariable, "1");
+    std::erase_if(variables, [](const auto& variable) { return variable.second.empty(); });
+    return run(launch, with_variables(environment, variables));
+  }
+};
+
 }  // namespace
 
 int run_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment, Console& console,
@@ -114,22 +157,21 @@ int run_parity(const std::vector<std::string>& words, const std::vector<std::str
     return 0;
   }
   const RecordFolder folder(options.folder);
-  const auto start = [&](const Options& launch, const std::string& to, const std::string& config,
-                         const std::string& like) {
-    std::vector<std::pair<const char*, std::string>> variables = {
-        {kParityFolderVariable, to},
-        {kParityConfigVariable, std::filesystem::absolute(config).string()},
-        {kParityStepsVariable, cat(options.steps)}};
-    if (!like.empty()) variables.emplace_back(kParityLikeVariable, like);
-    return run(launch, with_variables(environment, variables));
-  };
-  if (const int code = start(options.launch, folder.of_run(), options.config, ""); code != 0) return code;
+  const Starter start{options, environment, run};
+  if (const int code = start.layout(folder.of_run()); code != 0) return code;
   const RecordedRun layout = read_run(folder.of_run());
-  const std::string& config = options.against.empty() ? options.config : options.against;
-  const int code = start(on_one_rank(options.launch), folder.of_reference(), config, folder.of_run());
-  if (code != 0) return code;
+  require<ConfigError>(!options.replays || layout.has_batches(), kNoBatches);
+  std::optional<RecordedRun> other_order;
+  if (options.has_other_order) {
+    const char* const order = layout.draws() ? kParityOrderBatches : kParityOrderSamples;
+    if (const int code = start.layout(folder.of_other_order(), folder.of_run(), order); code != 0) return code;
+    other_order = read_run(folder.of_other_order());
+  }
+  if (const int code = start.one_rank(folder.of_reference(), folder.of_run()); code != 0) return code;
   const RecordedRun reference = read_run(folder.of_reference(), layout.layout);
-  const ParityVerdict verdict = judge_parity(layout, reference);
+  ChosenBounds bounds = other_order ? choose_bounds(layout, reference, &*other_order)
+                                    : choose_bounds(layout, reference, nullptr, "--one_order asks for no second run");
+  const ParityVerdict verdict = judge_parity(layout, reference, std::move(bounds));
   console.line(Console::kOut, verdict.text);
   return verdict.equal ? 0 : 1;
 }

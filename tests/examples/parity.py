@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""`ds-launch parity` on programs of the examples, unmodified: equal on two ranks at each stage, different where the run on one
-rank trains otherwise, and refused by name where one rank cannot take the place of two.
+"""`ds-launch parity` on programs of the examples, unmodified: equal on two ranks at each stage and in a pipeline, different where
+the run on one rank trains otherwise, and refused by name where one rank cannot take the place of two.
 
   parity.py BUILD SCRATCH SOURCE
 """
@@ -12,7 +12,7 @@ import sys
 BUILD, SCRATCH, SOURCE = sys.argv[1:4]
 STEP = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "log_level": "warning"}
 GPT = ["gpt", "--deepspeed_config", "replaced.json", "--data", f"{SOURCE}/tests/parity/data/kjv_1m.bin", "--steps", "50", "--generate", "0",
-       "--device", "cpu"]
+       "--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq_len", "32"]
 
 
 def check(ok, what, *found):
@@ -43,13 +43,23 @@ def expect(code_and_text, code, *parts):
 
 
 os.makedirs(SCRATCH, exist_ok=True)
+ORDERS = "from a second run of the layout with its batches in another order"
 for stage in range(4):
-    expect(parity(STEP | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}, ["first_step"]), 0,
-           f"parity: equal, 2 ranks (2 data-parallel, stage {stage}, fp32) and one rank: 3 steps, 4 parameters")
-expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, GPT), 0, "parity: equal, 2 ranks")
-expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, GPT), 0,
-       "parity: equal, 2 ranks", "bf16")
+    flags, bounds = (["--one_order"], "a constant of fp32: --one_order") if stage % 2 else ([], ORDERS)
+    expect(parity(STEP | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}, ["first_step"], *flags), 0,
+           f"parity: equal, 2 ranks (2 data-parallel, stage {stage}, fp32) and one rank: 3 steps, 4 parameters", bounds)
+expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, GPT), 0, "parity: equal, 2 ranks",
+       "a constant of fp32: a second run is the same to the bit")
+expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, GPT, "--one_order"),
+       0, "parity: equal, 2 ranks", "bf16")
+PIPE = STEP | {"gradient_accumulation_steps": 4, "dataloader_drop_last": True, "pipeline": {"stages": 2}}
+expect(parity(PIPE, ["spirals", "--deepspeed_config", "replaced.json"]), 0,
+       "parity: equal, 2 ranks (1 data-parallel, pipe 2, stage 0, fp32) and one rank: 3 steps, 16 parameters", ORDERS)
+# Both stages draw their batches by a number of their own; the others read what was written down.
+expect(parity(PIPE | {"train_micro_batch_size_per_gpu": 2}, [*GPT, "--pipeline_stages", "2", "--tie_embeddings"], "--replay"), 0,
+       "parity: equal, 2 ranks (1 data-parallel, pipe 2", ORDERS)
+expect(parity(STEP, GPT, "--replay"), None, "expected that the engine sees the batches of the program, found none")
 other = write("other.json", STEP | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-2}}})
-expect(parity(STEP, ["first_step"], "--against", other), 1, "parity: different", "step 1: the gradients agree, and the update of",
+expect(parity(STEP, ["first_step"], "--against", other, "--one_order"), 1, "parity: different", "step 1: the gradients agree, and the update of",
        "0.5 times")
 expect(parity(STEP | {"gradient_allreduce_op": "sum"}, ["first_step"]), None, "parity: ", "gradient_allreduce_op: a sum over ranks")

@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/parity/parity_bounds.h"
 #include "core/parity/parity_judge.h"
 #include "core/parity/parity_names.h"
+#include "core/parity/recorded_run.h"
 #include "launcher/parity/parity_command.h"
 #include "tests/support/scratch_folder.h"
 
@@ -85,7 +87,7 @@ Training right_run() {
 RecordedRun record(const Training& run, const std::string& folder) {
   std::filesystem::create_directories(folder);
   for (size_t step = 0; step < run.tensors.size(); ++step) {
-    write_tensors(folder + "/" + parity_step_file(static_cast<int64_t>(step)), run.tensors[step]);
+    write_tensors(folder + "/" + parity_step_file(static_cast<int64_t>(step), 0), run.tensors[step]);
   }
   RecordedRun result{.folder = folder,
                      .layout = {.data_ranks = kRanks, .accumulation = kAccumulation, .tensor_ranks = 1, .stage = 2},
@@ -104,7 +106,9 @@ ParityVerdict verdict_with(const std::function<void(Training&)>& mistake) {
   Training wrong = right_run();
   mistake(wrong);
   const std::string path = folder.path().string();
-  return judge_parity(record(wrong, path + "/layout"), record(reference, path + "/one_rank"));
+  const RecordedRun run = record(wrong, path + "/layout");
+  const RecordedRun one_rank = record(reference, path + "/one_rank");
+  return judge_parity(run, one_rank, choose_bounds(run, one_rank, nullptr));
 }
 
 void expect_told(const std::function<void(Training&)>& mistake, const std::vector<std::string>& parts) {
@@ -126,7 +130,72 @@ TEST(ParityJudge, RoundingIsEqual) {
   });
   EXPECT_TRUE(verdict.equal) << verdict.text;
   EXPECT_THAT(verdict.text, AllOf(HasSubstr("parity: equal, 2 ranks (2 data-parallel, stage 2, fp32)"),
-                                  HasSubstr("2 steps, 3 parameters")));
+                                  HasSubstr("2 steps, 3 parameters"),
+                                  HasSubstr("0.002, a constant of fp32: no second run was asked for")));
+}
+
+// The right run whose gradients of step 1 are `by` times as large.
+RecordedRun scaled_run(double by, const std::string& folder) {
+  Training run = right_run();
+  for (auto& item : run.tensors[1]) {
+    if (item.first.starts_with("gradient/")) scale(item.second, static_cast<float>(by));
+  }
+  return record(run, folder);
+}
+
+TEST(ParityBounds, AreAMultipleOfTheDistanceOfASecondOrder) {
+  const test::ScratchFolder folder;
+  const std::string path = folder.path().string();
+  const RecordedRun run = scaled_run(1, path + "/layout");
+  const RecordedRun one_rank = scaled_run(1, path + "/one_rank");
+  const RecordedRun near = scaled_run(1.0005, path + "/near");
+  const ChosenBounds bounds = choose_bounds(run, one_rank, &near);
+  EXPECT_THAT(bounds.source, HasSubstr("from a second run"));
+  EXPECT_NEAR(bounds.steps[0].gradient, 8 * 0.0005, 1e-4);
+  EXPECT_NEAR(bounds.steps[1].gradient, 8 * 0.0005, 1e-4);  // what was apart stays apart
+  // None is finer than rounding: a tenth of the dtype's.
+  EXPECT_NEAR(bounds.steps[0].loss, 1e-5, 1e-9);
+}
+
+TEST(ParityBounds, AreTheDtypesWhereASecondOrderTellsNothing) {
+  const test::ScratchFolder folder;
+  const std::string path = folder.path().string();
+  const RecordedRun run = scaled_run(1, path + "/layout");
+  RecordedRun one_rank = scaled_run(1, path + "/one_rank");
+  const auto chosen = [&](const RecordedRun& other) { return choose_bounds(run, one_rank, &other); };
+  const ChosenBounds same = chosen(run);
+  EXPECT_THAT(same.source, HasSubstr("a constant of fp32: a second run is the same to the bit"));
+  EXPECT_EQ(same.steps[0].gradient, 2e-3);
+  EXPECT_EQ(same.steps[1].gradient, 8e-3);
+  EXPECT_THAT(chosen(scaled_run(1.2, path + "/far")).source, HasSubstr("the layout itself trains something else"));
+  one_rank.layout.dtype = "bf16";
+  const ChosenBounds coarse = chosen(run);
+  EXPECT_THAT(coarse.source, HasSubstr("the coarser of both: the runs compute in fp32 and bf16"));
+  EXPECT_EQ(coarse.steps[0].gradient, 0.1);
+}
+
+TEST(ParityRecords, DamagedFilesAreNamed) {
+  const test::ScratchFolder folder;
+  const std::string path = folder.path().string();
+  const auto told = [&](const std::string& file) {
+    return ThrowsMessage<IoError>(AllOf(HasSubstr(file + ": expected"), HasSubstr("found a damaged file"),
+                                        HasSubstr("run ds-launch parity again, with an empty --folder")));
+  };
+  const std::string layout =
+      R"({"data_ranks": 1, "micro_batch": 1, "accumulation": 1, "tensor_ranks": 1, "pipe_ranks": 1, "stage": 0)";
+  folder.write(kParityLayoutFile, layout);
+  EXPECT_THAT([&] { read_layout(path); }, told("layout.json"));
+  folder.write(kParityLayoutFile, layout + "}");  // without the dtype
+  EXPECT_THAT([&] { read_run(path); }, told("layout.json"));
+  folder.write(kParityLayoutFile, layout + R"(, "dtype": "fp32"})");
+  folder.write(parity_losses_file(0), R"({"step": 1, "losses": [1.5)");
+  EXPECT_THAT([&] { read_run(path); }, told("losses_0.jsonl"));
+  folder.write(
+      parity_losses_file(0),
+      R"({"step": 1, "losses": [1.5], "draws": false, "batches": 0, "loss": 1.5, "norm": null, "applied": true})");
+  folder.write(parity_step_file(0, 0), std::string("\2\0\0\0\0\0\0\0{[", 10));
+  const RecordedRun run = read_run(path);
+  EXPECT_THAT([&] { run.tensors(0); }, told("step_0_of_0.safetensors"));
 }
 
 TEST(ParityJudge, AGradientThatNoHookReducesIsNamed) {
