@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -20,11 +21,13 @@
 #include <map>
 #include <random>
 #include <set>
+#include <sstream>
 
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/log.h"
+#include "core/text.h"
 #include "zero/square_sum.h"
 #include "zero/value_digest.h"
 
@@ -46,8 +49,8 @@ std::string processor_name() {
 
 // Other in each process, so that ranks know which of them are threads of one.
 int64_t process_token() {
-  static const auto token = static_cast<int64_t>(std::random_device()()) << 32 | std::random_device()();
-  return token;
+  static const uint64_t kToken = uint64_t{std::random_device()()} << 32U | std::random_device()();
+  return static_cast<int64_t>(kToken);
 }
 
 bool share_a_process(comm::Communicator& ranks, c10::Device device) {
@@ -108,9 +111,9 @@ struct Distance {
 };
 
 // Returns the distance from the first rank's values, the same on all ranks of the group. Collective over them.
-Distance distance_of(const at::Tensor& own, comm::Communicator& ranks) {
+Distance distance_of(const at::Tensor& own, c10::Device device, comm::Communicator& ranks) {
   constexpr int64_t kMost = int64_t{1} << 22U;
-  const at::Tensor flat = own.detach().contiguous().view({-1});
+  const at::Tensor flat = own.detach().to(device).contiguous().view({-1});
   Distance distance;
   double squares = 0;
   for (int64_t begin = 0; begin < flat.numel(); begin += kMost) {
@@ -126,7 +129,7 @@ Distance distance_of(const at::Tensor& own, comm::Communicator& ranks) {
   distance.size = std::sqrt(squares / static_cast<double>(std::max<int64_t>(flat.numel(), 1)));
   const auto largest_of = [&](double value) {  // of numbers that are not negative, in the order of their bits
     return std::bit_cast<double>(
-        comm::largest_of_ranks(std::bit_cast<int64_t>(value), flat.device(), ranks, "how far replicas are apart"));
+        comm::largest_of_ranks(std::bit_cast<int64_t>(value), device, ranks, "how far replicas are apart"));
   };
   distance.largest = largest_of(distance.largest);
   distance.size = largest_of(std::isfinite(distance.size) ? distance.size : 0.0);
@@ -314,7 +317,7 @@ ReplicaWatch::Finding ReplicaWatch::difference_in(const ReplicatedValues& group,
   const size_t named = error.value_or(differing.front());
   const ReplicatedValue& value = group.values[named];
   std::string text = cat("of the ", group.among, ", ", value.name, " ", ranks[named], and_more(differing.size()));
-  if (!found.text.empty()) text += cat(found.text);
+  text += found.text;
   const char* const causes = !found.rounding ? kGeneralCauses : group.same_batches ? kAxisRounds : kProcessorsRound;
   found.text = cat(text, ". ", value.advice != nullptr ? value.advice : causes);
   return found;
@@ -325,7 +328,7 @@ ReplicaWatch::Finding ReplicaWatch::rounding_in(const ReplicatedValues& group,
   Distance worst;
   size_t at = differing.front();
   for (const size_t i : differing) {
-    const Distance distance = distance_of(group.values[i].values, *group.ranks);
+    const Distance distance = distance_of(group.values[i].values, state_.ranks.device, *group.ranks);
     if (distance.relative() <= worst.relative()) continue;
     worst = distance;
     at = i;

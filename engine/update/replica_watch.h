@@ -13,8 +13,8 @@
 //  * along a tensor axis: the same of parameters that are not split, and the default generators;
 //  * among stages of a pipeline: the same of tied weights;
 //  * on each rank: parameters of 16 bits and their masters, rounded.
-// Left out are masters and states in host memory and files, slices in files, states of the program's optimizer on full
-// parameters, and all under ZeroOneAdam, whose ranks step by themselves between their meetings.
+// Left out are masters and states in host memory and files, slices in files, states of an optimizer of the program's
+// own, and all under ZeroOneAdam, whose ranks step by themselves between their meetings.
 //
 // Note [Replicas that part by rounding]
 // Where each rank computes an update by itself, from the same gradients, replicas are equal to the bit only while the

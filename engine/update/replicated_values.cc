@@ -2,14 +2,13 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/Generator.h>
 
 #include <map>
 #include <mutex>
 #include <utility>
 
-#include "core/check.h"
+#include "core/text.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "model/state/shared_buffers.h"
 #include "model/state/tensor_parts.h"
@@ -97,7 +96,9 @@ void add_own_state(const ModelState& state, size_t b, Values& to) {
     add("the master", state.masters[b]);
   }
   if (state.offloaded) return;
-  for (const auto& [name, values] : state.optimizer.states(b)) add(cat("the optimizer state ", name), values);
+  if (!state.optimizer.client) {  // which would have to write its states out
+    for (const auto& [name, values] : state.optimizer.states(b)) add(cat("the optimizer state ", name), values);
+  }
   if (state.average) add("the moving average", state.average->values(b));
 }
 

@@ -80,7 +80,7 @@ NamedTensors replicated_state(const ModelState& state) {
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = state.buckets[b];
     if (bucket.sharded()) add("", bucket, bucket.kept());
-    if (state.masters[b].scalar_type() != bucket.options().dtype()) add("the master of ", bucket, state.masters[b]);
+    if (state.masters[b].scalar_type() != bucket.options().dtype()) add("", bucket, state.masters[b]);
     for (const auto& [name, values] : state.optimizer.states(b)) {
       add(cat("the optimizer state ", name, " of "), bucket, values);
     }
