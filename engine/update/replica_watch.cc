@@ -100,7 +100,7 @@ std::string odd_ranks(const NumberOfRank& number_of_rank) {
              most->second.front());
 }
 
-std::string and_more(size_t count) { return count == 1 ? std::string() : cat(" (and ", count - 1, " more)"); }
+std::string with_more(size_t count) { return count == 1 ? std::string() : cat(" (and ", count - 1, " more)"); }
 
 // How far tensors of several ranks are apart.
 struct Distance {
@@ -284,7 +284,7 @@ ReplicaWatch::Finding ReplicaWatch::difference_from_masters(const Round& round) 
     if (differs.item<int64_t>() != 0 && ++wrong == 1) first = name;
   }
   if (wrong == 0) return {};
-  return {.text = cat("parameter ", first, and_more(wrong), " of rank ", state_.ranks.world->rank(),
+  return {.text = cat("parameter ", first, with_more(wrong), " of rank ", state_.ranks.world->rank(),
                       " is not its master, rounded. ", kGeneralCauses),
           .rounding = {}};
 }
@@ -316,7 +316,7 @@ ReplicaWatch::Finding ReplicaWatch::difference_in(const ReplicatedValues& group,
   Finding found = error ? Finding() : rounding_in(group, differing);
   const size_t named = error.value_or(differing.front());
   const ReplicatedValue& value = group.values[named];
-  std::string text = cat("of the ", group.among, ", ", value.name, " ", ranks[named], and_more(differing.size()));
+  std::string text = cat("of the ", group.among, ", ", value.name, " ", ranks[named], with_more(differing.size()));
   text += found.text;
   const char* const causes = !found.rounding ? kGeneralCauses : group.same_batches ? kAxisRounds : kProcessorsRound;
   found.text = cat(text, ". ", value.advice != nullptr ? value.advice : causes);

@@ -17,7 +17,7 @@
 namespace ds::engine {
 namespace {
 
-using Values = std::vector<ReplicatedValue>;
+using ListedValues = std::vector<ReplicatedValue>;
 
 constexpr const char* kDrawsDiffer =
     "Ranks of a tensor axis draw the same random numbers, so that dropout has the same masks on all of them. One of "
@@ -54,7 +54,7 @@ std::vector<KeptRun> own_runs(const ModelState& state, size_t b) {
 }
 
 // Adds what this rank keeps of a bucket from step to step.
-void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, bool computed, Values& to) {
+void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, bool computed, ListedValues& to) {
   const at::Tensor& kept = bucket.kept();
   if (bucket.sharded() && bucket.kept_slice().bits() > 0) {  // elements have no places of their own in the code
     to.push_back({.name = bucket.parameters().front().name, .values = kept});
@@ -76,7 +76,7 @@ bool has_own_master(const ModelState& state, size_t b) {
 // Adds what each rank computes beside the parameters of a bucket: masters, states of the optimizer, and the moving
 // average of the weights. Where something of the model is offloaded, nothing but masters at stage 0: what lies in host
 // memory or in files is not compared.
-void add_own_state(const ModelState& state, size_t b, Values& to) {
+void add_own_state(const ModelState& state, size_t b, ListedValues& to) {
   const std::vector<KeptRun> runs = own_runs(state, b);
   const auto add = [&](const std::string& what, const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.numel() == 0) return;
@@ -103,7 +103,7 @@ void add_own_state(const ModelState& state, size_t b, Values& to) {
 }
 
 // The statistics that layers compute over all data-parallel ranks.
-void add_statistics(const ModelState& state, Values& to) {
+void add_statistics(const ModelState& state, ListedValues& to) {
   const auto& ranks = state.ranks.groups.norms;
   if (!ranks) return;
   for (const norm::NamedLayer& layer : norm::batch_norms_of(*state.module)) {
@@ -200,7 +200,7 @@ void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& al
   }
 }
 
-at::Tensor state_of(at::Generator generator) {
+at::Tensor drawn_state_of(at::Generator generator) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
   return generator.get_state();
 }
@@ -225,7 +225,7 @@ std::vector<ReplicatedValue> WatchedGenerators::look(c10::Device device) {
   std::vector<at::Tensor> states;
   for (size_t i = 0; i < generators.size(); ++i) {
     const auto& [name, generator] = generators[i];
-    states.push_back(state_of(generator));
+    states.push_back(drawn_state_of(generator));
     const bool drawn = begun() && !states[i].equal(last_[i]) && !states[i].equal(seeded_state(generator));
     result.push_back({.name = name, .values = states[i], .counts = drawn, .advice = kDrawsDiffer});
   }
