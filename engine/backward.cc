@@ -128,6 +128,7 @@ void end_backward(Engine::Impl& engine) {
   const bool synchronizes = engine.order.scopes.synchronizes();
   const bool reduced = counter.boundary_is_known() && counter.at_boundary() && synchronizes;
   if (state.ranks.groups.buffers && synchronizes) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
+  engine.replicas->note_backward(synchronizes);
   counter.note_backward();
   const After pass = reduced ? After::kLastGradient : counter.at_boundary() ? After::kUnreduced : After::kPart;
   const char* const factor = engine.scaled_backward->counts().used()

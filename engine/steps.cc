@@ -216,6 +216,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   }
   state.access->end_pass();
   if (state.pipeline && state.ranks.groups.buffers) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
+  if (state.pipeline) replicas->note_backward(/*buffers_shared=*/true);
   if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
   if (progress.step_applied) {

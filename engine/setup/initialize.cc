@@ -402,7 +402,6 @@ void build_steps(Engine::Impl& impl) {
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,
                                       .may_judge_late = all_may_judge_late(impl)});
-  impl.replicas.emplace(impl.state, impl.order.consistency, impl.config.check_replicas);
   impl.shown.emplace(impl.state);
 }
 
@@ -421,6 +420,8 @@ Initialized put_together(const InitializeOptions& given, const ParityRun* parity
   place_module(impl->state, options, impl->config, files);
   build_model(impl->state, options, impl->config, files);
   impl->start_weights = files.report();
+  impl->replicas.emplace(impl->state, impl->order.consistency, impl->config.check_replicas);
+  impl->replicas->add_row(impl->state.plan);
   if (impl->state.ranks.world->rank() == 0) say_what_runs(impl->config, impl->state.plan);
   build_company(*impl, options, parity);
   prepare_schedule(*impl);

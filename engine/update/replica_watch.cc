@@ -1,194 +1,89 @@
 #include "engine/update/replica_watch.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <fstream>
+#include <iomanip>
+#include <limits>
 #include <map>
-#include <utility>
+#include <random>
+#include <set>
+#include <sstream>
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/log.h"
-#include "layers/batch_norm/converted_layers.h"
-#include "model/state/tensor_parts.h"
-#include "zero/partition.h"
+#include "core/text.h"
+#include "zero/square_sum.h"
 #include "zero/value_digest.h"
 
 namespace ds::engine {
 namespace {
 
-// Collects the numbers of one comparison.
-class Numbered {
- public:
-  explicit Numbered(c10::Device device) : device_(device) {}
+// The checksum of what a rank has not compared.
+constexpr int64_t kNotCompared = std::numeric_limits<int64_t>::min();
 
-  void add(std::string name, const at::Tensor& number) {
-    names_.push_back(std::move(name));
-    numbers_.push_back(number.is_cpu() ? sent_to(device_, number) : number);
+// "model name" of the first processor; empty where the system does not say it.
+std::string processor_name() {
+  auto file = classic_stream<std::ifstream>("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(file, line)) {
+    if (line.starts_with("model name")) return line.substr(std::min(line.find(": ") + 2, line.size()));
   }
-  // Appends the comparison to `all`, unless there is nothing to compare.
-  void end(comm::Communicator* ranks, const char* among, std::vector<ReplicaWatch::Comparison>& all) {
-    if (names_.empty() || (ranks != nullptr && ranks->size() == 1)) return;
-    all.push_back({.ranks = ranks, .among = among, .names = std::move(names_), .numbers = at::stack(numbers_)});
-  }
-
- private:
-  c10::Device device_;
-  std::vector<std::string> names_;
-  std::vector<at::Tensor> numbers_;
-};
-
-// A parameter, or the part of it that a rank keeps, as a run of elements.
-struct KeptRun {
-  std::string name;
-  Segment segment;
-};
-
-std::vector<KeptRun> kept_runs(const zero::ParameterBucket& bucket, bool of_slice, int rank) {
-  const zero::BucketLayout& layout = bucket.layout();
-  std::map<int64_t, const std::string*> names;
-  for (size_t i = 0; i < layout.segments.size(); ++i) {
-    names[layout.segments[i].parameter] = &bucket.parameters()[i].name;
-  }
-  std::vector<KeptRun> runs;
-  for (const Segment& segment : of_slice ? zero::slice_segments(layout, rank) : layout.segments) {
-    runs.push_back({*names.at(segment.parameter), segment});
-  }
-  return runs;
+  return {};
 }
 
-// Adds what this rank keeps of a bucket from step to step.
-void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, Numbered& to) {
-  const at::Tensor& kept = bucket.kept();
-  if (bucket.sharded() && bucket.kept_slice().bits() > 0) {  // elements have no places of their own in the code
-    to.add(bucket.parameters().front().name, zero::device_checksum_of(kept));
-    return;
-  }
-  for (const KeptRun& run : kept_runs(bucket, bucket.sharded(), state.ranks.groups.shards->rank())) {
-    to.add(run.name, zero::device_checksum_of(kept.narrow(0, run.segment.slice_offset, run.segment.length)));
-  }
+// Other in each process, so that ranks know which of them are threads of one.
+int64_t process_token() {
+  static const uint64_t kToken = uint64_t{std::random_device()()} << 32U | std::random_device()();
+  return static_cast<int64_t>(kToken);
 }
 
-// Whether this rank has masters beside the parameters, on the device.
-bool has_own_master(const ModelState& state, size_t b) {
-  return !state.updates_on_host(b) && state.masters[b].defined() &&
-         state.masters[b].scalar_type() != state.buckets[b].options().dtype();
+bool share_a_process(comm::Communicator& ranks, c10::Device device) {
+  const std::vector<int64_t> tokens = comm::numbers_of_ranks(ranks, device, {process_token()}, "processes of ranks");
+  return std::set<int64_t>(tokens.begin(), tokens.end()).size() < tokens.size();
 }
 
-void add_masters(const ModelState& state, size_t b, Numbered& to) {
-  for (const KeptRun& run : kept_runs(state.buckets[b], /*of_slice=*/false, 0)) {
-    const Segment& s = run.segment;
-    to.add(cat("the master of ", run.name),
-           zero::device_checksum_of(state.masters[b].narrow(0, s.slice_offset, s.length)));
+at::Tensor checksums_of(const ReplicatedValues& group, c10::Device device) {
+  std::vector<at::Tensor> sums;
+  for (const ReplicatedValue& value : group.values) {
+    const at::Tensor sum = value.counts ? zero::device_checksum_of(value.values)
+                                        : at::full({}, kNotCompared, at::TensorOptions(at::kCPU).dtype(at::kLong));
+    sums.push_back(sum.is_cpu() ? sent_to(device, sum) : sum);
   }
+  return at::stack(sums);
 }
 
-// Adds for each parameter of 16 bits whether an element is another one than its master, rounded.
-void add_roundings(const ModelState& state, size_t b, Numbered& to) {
-  const at::Tensor own = state.own_part(b);
-  if (own.element_size() != sizeof(int16_t) || own.device() != state.masters[b].device()) return;
-  const at::Tensor rounded = state.masters[b].to(own.scalar_type());
-  const at::Tensor differs = rounded.view(at::kShort).ne(own.view(at::kShort));
-  for (const KeptRun& run :
-       kept_runs(state.buckets[b], state.plan.partition_optimizer, state.ranks.groups.shards->rank())) {
-    const Segment& s = run.segment;
-    to.add(run.name, differs.narrow(0, s.slice_offset, s.length).any().to(at::kLong));
-  }
-}
-
-// The statistics that layers compute over all data-parallel ranks.
-void add_statistics(const ModelState& state, Numbered& to) {
-  const auto& ranks = state.ranks.groups.norms;
-  if (!ranks) return;
-  for (const norm::NamedLayer& layer : norm::batch_norms_of(*state.module)) {
-    const auto buffers = layer.module->named_buffers(/*recurse=*/false);
-    const at::Tensor* const mean = buffers.find("running_mean");
-    if (mean == nullptr || !mean->defined()) continue;
-    const auto converted = norm::find_converted(at::Tensor(), *mean);
-    if (!converted || converted->group.lock() != ranks) continue;
-    for (const auto& buffer : buffers) {
-      if (buffer.value().defined()) to.add(layer.name + "." + buffer.key(), zero::device_checksum_of(buffer.value()));
-    }
-  }
-}
-
-void compare_over_data(const ModelState& state, std::vector<ReplicaWatch::Comparison>& all) {
-  if (state.ranks.part->size() == 1) return;
-  Numbered numbers(state.ranks.device);
-  Numbered of_copies(state.ranks.device);
-  const auto add_bucket = [&](const zero::ParameterBucket& bucket) {
-    if (!bucket.sharded()) return add_kept(state, bucket, numbers);
-    if (state.ranks.groups.replicas) add_kept(state, bucket, of_copies);
-  };
-  for (const zero::ParameterBucket& bucket : state.buckets) add_bucket(bucket);
-  for (const zero::ParameterBucket& bucket : state.frozen_buckets) add_bucket(bucket);
-  for (const zero::Parameter& frozen : state.frozen_outside_buckets()) {
-    numbers.add(frozen.name, zero::device_checksum_of(frozen.tensor));
-  }
-  for (size_t b = 0; b < state.buckets.size() && !state.plan.partition_optimizer; ++b) {
-    if (has_own_master(state, b)) add_masters(state, b, numbers);
-  }
-  add_statistics(state, numbers);
-  numbers.end(state.ranks.part.get(), "data-parallel ranks", all);
-  of_copies.end(state.ranks.groups.replicas.get(), "ranks with the same slices (mics_shard_size)", all);
-}
-
-// Collects all that is to be compared, in an order that all ranks of each group have.
-std::vector<ReplicaWatch::Comparison> comparisons_of(const ModelState& state) {
-  std::vector<ReplicaWatch::Comparison> all;
-  const c10::Device device = state.ranks.device;
-  const bool in_files = state.plan.offload.parameters == zero::Home::kFile;
-  if (!in_files) compare_over_data(state, all);
-  if (state.tensor && !in_files) {
-    Numbered whole(device);
-    for (size_t b = 0; b < state.buckets.size(); ++b) {
-      if (!state.is_part(b)) add_kept(state, state.buckets[b], whole);
-    }
-    const size_t before = all.size();
-    whole.end(state.tensor->ranks.get(), "ranks of one tensor axis", all);
-    if (all.size() > before) all.back().by_rounding = true;
-  }
-  if (state.pipeline && state.gatherer == nullptr) {
-    for (const TiedWeights& tied : state.pipeline->tied) {
-      if (!tied.ranks) continue;
-      Numbered copies(device);
-      copies.add(cat("tied weight ", tied.name), zero::device_checksum_of(trained_tensor(tied.parameters.front())));
-      copies.end(tied.ranks.get(), "stages of a pipeline", all);
-    }
-  }
-  Numbered roundings(device);
-  for (size_t b = 0; b < state.buckets.size() && !in_files; ++b) {
-    if (has_own_master(state, b)) add_roundings(state, b, roundings);
-  }
-  roundings.end(nullptr, "", all);
-  return all;
-}
-
-// The first letter of the text that a rank tells says how serious the difference is.
-constexpr char kError = 'E';
-constexpr char kWarning = 'W';
-
-// Whether a comparison has found something: int64 [1] on the device. Collective over its ranks.
-at::Tensor problem_in(const ReplicaWatch::Comparison& comparison) {
-  const at::Tensor& own = comparison.numbers;
-  if (comparison.ranks == nullptr) return own.max().view({1});
-  // The largest number of all ranks and, by its complement, the smallest.
-  const at::Tensor both = at::cat({own, own.bitwise_not()});
-  comparison.ranks->all_reduce(both, comm::ReduceOp::kMax, "checksums of replicas").wait();
+// Whether a group has found something: int64 [1] on the device. Collective over its ranks.
+at::Tensor problem_in(comm::Communicator& ranks, const at::Tensor& own) {
+  // The largest number of all ranks and, by its complement, the smallest. What a rank has not compared is below all.
+  const at::Tensor complement = at::where(own.eq(kNotCompared), own, own.bitwise_not());
+  const at::Tensor both = at::cat({own, complement});
+  ranks.all_reduce(both, comm::ReduceOp::kMax, "checksums of replicas").wait();
   const at::Tensor largest = both.narrow(0, 0, own.numel());
   const at::Tensor smallest = both.narrow(0, own.numel(), own.numel()).bitwise_not();
-  return largest.ne(smallest).any().to(at::kLong).view({1});
+  return largest.ne(smallest).logical_and_(largest.ne(kNotCompared)).any().to(at::kLong).view({1});
 }
+
+using NumberOfRank = std::vector<std::pair<int64_t, int64_t>>;
 
 // Says which rank is alone with its number, "is on rank 3 another one than on the 3 ranks like rank 0", or, where most
 // ranks have no number in common, two ranks that differ.
-std::string odd_ranks(const std::vector<std::pair<int64_t, int64_t>>& number_of_rank) {
+std::string odd_ranks(const NumberOfRank& number_of_rank) {
   std::map<int64_t, std::vector<int64_t>> ranks_with;
   for (const auto& [rank, number] : number_of_rank) ranks_with[number].push_back(rank);
   const auto most = std::max_element(ranks_with.begin(), ranks_with.end(),
@@ -205,97 +100,246 @@ std::string odd_ranks(const std::vector<std::pair<int64_t, int64_t>>& number_of_
              most->second.front());
 }
 
+std::string with_more(size_t count) { return count == 1 ? std::string() : cat(" (and ", count - 1, " more)"); }
+
+// How far tensors of several ranks are apart.
+struct Distance {
+  double largest = 0;  // of an element; infinity: it is no number on one rank alone
+  double size = 0;     // the root mean square of this rank's elements
+
+  double relative() const { return largest == 0 ? 0 : size > 0 ? largest / size : largest; }
+};
+
+// Returns the distance from the first rank's values, the same on all ranks of the group. Collective over them.
+Distance distance_of(const at::Tensor& own, c10::Device device, comm::Communicator& ranks) {
+  constexpr int64_t kMost = int64_t{1} << 22U;
+  const at::Tensor flat = own.detach().to(device).contiguous().view({-1});
+  Distance distance;
+  double squares = 0;
+  for (int64_t begin = 0; begin < flat.numel(); begin += kMost) {
+    const at::Tensor mine = flat.narrow(0, begin, std::min(kMost, flat.numel() - begin));
+    const at::Tensor first = mine.clone();
+    ranks.broadcast(first, /*root=*/0, "replicas that differ").wait();
+    const at::Tensor same = mine.eq(first).logical_or_(mine.isnan().logical_and_(first.isnan()));
+    const at::Tensor apart = (mine.to(at::kDouble) - first.to(at::kDouble)).abs_().masked_fill_(same, 0);
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    distance.largest = std::max(distance.largest, apart.nan_to_num(kInfinity, kInfinity).max().item<double>());
+    squares += mine.to(at::kDouble).square_().sum().item<double>();
+  }
+  distance.size = std::sqrt(squares / static_cast<double>(std::max<int64_t>(flat.numel(), 1)));
+  const auto largest_of = [&](double value) {  // of numbers that are not negative, in the order of their bits
+    return std::bit_cast<double>(
+        comm::largest_of_ranks(std::bit_cast<int64_t>(value), device, ranks, "how far replicas are apart"));
+  };
+  distance.largest = largest_of(distance.largest);
+  distance.size = largest_of(std::isfinite(distance.size) ? distance.size : 0.0);
+  return distance;
+}
+
+constexpr const char* kGeneralCauses =
+    "Something has changed on one rank alone: a program that changes parameters or buffers outside of "
+    "engine->gathered_parameters(parameters, /*modifier_rank=*/0), a hook or an optimizer that draws random numbers, "
+    "or memory that has lost a bit";
+constexpr const char* kAxisRounds =
+    "Each rank of the axis computes them by itself, from gradients of its own: where kernels add in another order, or "
+    "processors are of several kinds, they part by rounding (\"deterministic\": true chooses kernels that do not); "
+    "else a bit of memory is lost, or a program has changed them on one rank";
+constexpr const char* kProcessorsRound =
+    "Each rank computes them by itself, and the processors of the ranks round in different ways (the plan has their "
+    "kinds): run on processors of one kind, or at zero_optimization.stage 1, where each update is computed once; "
+    "else a bit of memory is lost, or a program has changed them on one rank";
+
 }  // namespace
 
-ReplicaWatch::ReplicaWatch(const ModelState& state, ModelConsistency& consistency, int64_t every)
+std::string arithmetic_of(c10::Device device) {
+  const at::NoGradGuard no_grad;
+  auto text = classic_stream<std::ostringstream>();
+  if (device.is_cpu()) {
+    text << processor_name() << ", " << at::get_cpu_capability() << ", " << at::get_num_threads() << " threads, ";
+  }
+  constexpr int64_t kElements = 200000;
+  const at::Tensor values = at::arange(kElements, at::TensorOptions(device).dtype(at::kFloat)).mul_(0.37).sin_();
+  text << "a sum is " << std::hexfloat << zero::sum_of_squares(values);
+  return std::move(text).str();
+}
+
+ReplicaWatch::ReplicaWatch(const ModelState& state, ModelConsistency& consistency, int64_t every,
+                           std::string arithmetic)
     : state_(state), consistency_(consistency), every_(every) {
   // Ranks of ZeroOneAdam have weights of their own between its meetings.
   if (state.optimizer.own && state.optimizer.own->name() == "ZeroOneAdam") every_ = 0;
   if (!state.plan.trains) every_ = 0;
+  comm::Communicator& world = *state.ranks.world;
+  if (every_ == 0 || world.size() == 1) return;
+  if (state.tensor && state.tensor->ranks->size() > 1) {
+    watches_generators_ = !share_a_process(*state.tensor->ranks, state.ranks.device);
+  }
+  if (arithmetic.empty()) arithmetic = arithmetic_of(state.ranks.device);
+  if (comm::same_text_on_all_ranks(arithmetic, state.ranks.device, world)) return;
+  std::set<std::string> seen;
+  const auto texts = comm::texts_of_ranks(arithmetic, state.ranks.device, world, "arithmetic of ranks");
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (seen.insert(texts[rank]).second) kinds_.push_back(cat("rank ", rank, ": ", texts[rank]));
+  }
+}
+
+void ReplicaWatch::add_row(Plan& plan) const {
+  if (kinds_.empty()) return;
+  std::erase_if(plan.rows, [](const PlanRow& row) { return row.what == "replicas"; });
+  std::string kinds;
+  for (const std::string& kind : kinds_) kinds += cat(kinds.empty() ? "" : "; ", kind);
+  plan.rows.push_back({"replicas",
+                       cat("compared after every ", every_, " steps; ranks round in ", kinds_.size(),
+                           " ways, so that differences in what each computes are warnings"),
+                       cat("check_replicas: ", every_, "; ", kinds)});
+}
+
+void ReplicaWatch::forget() {
+  begun_.reset();
+  generators_.forget();
 }
 
 void ReplicaWatch::step_made(int64_t step) {
-  if (every_ == 0 || step % every_ != 0) return;
+  if (every_ == 0) return;
+  if (watches_generators_ && !generators_.begun()) generators_.look(state_.ranks.device);
+  if (step % every_ != 0) return;
+  begin(step);
+  if (state_.ranks.device.is_cpu()) judge();
+}
+
+void ReplicaWatch::begin(int64_t step) {
+  const CheckTime::Scope time;
   const at::NoGradGuard no_grad;
+  const c10::Device device = state_.ranks.device;
   state_.access->wait_all();
-  begun_.emplace(Round{.step = step, .comparisons = comparisons_of(state_), .problem = {}});
-  at::Tensor problem = at::zeros({1}, at::TensorOptions(state_.ranks.device).dtype(at::kLong));
-  for (const Comparison& comparison : begun_->comparisons) problem = at::maximum(problem, problem_in(comparison));
+  Round round{.step = step,
+              .groups = replicated_values(state_, buffers_shared_),
+              .checksums = {},
+              .roundings = compared_with_masters(state_),
+              .problem = {}};
+  if (watches_generators_) {
+    round.groups.push_back({.ranks = state_.tensor->ranks.get(),
+                            .among = "ranks of one tensor axis",
+                            .same_batches = true,
+                            .values = generators_.look(device)});
+  }
+  at::Tensor problem = at::zeros({1}, at::TensorOptions(device).dtype(at::kLong));
+  for (const auto& [name, differs] : round.roundings) problem = at::maximum(problem, differs);
+  for (const ReplicatedValues& group : round.groups) round.checksums.push_back(checksums_of(group, device));
+  const CheckTime::Scope waiting(/*waits=*/true);
+  for (size_t i = 0; i < round.groups.size(); ++i) {
+    problem = at::maximum(problem, problem_in(*round.groups[i].ranks, round.checksums[i]));
+  }
   comm::Communicator& world = *state_.ranks.world;
   if (world.size() > 1) world.all_reduce(problem, comm::ReduceOp::kMax, "whether replicas differ").wait();
-  begun_->problem = Readback(problem);
-  if (state_.ranks.device.is_cpu()) judge();
+  round.problem = Readback(problem);
+  begun_ = std::move(round);
 }
 
 void ReplicaWatch::judge() {
   if (!begun_) return;
+  const at::NoGradGuard no_grad;
   const Round round = *std::exchange(begun_, std::nullopt);
-  if (round.problem.numbers().item<int64_t>() == 0) return;
-  std::string own;
-  for (const Comparison& comparison : round.comparisons) {
-    const std::string found = difference_in(comparison);
-    if (!found.empty() && (own.empty() || own.front() == kWarning)) {
-      own = cat(comparison.by_rounding ? kWarning : kError, found);
-    }
-  }
-  const std::vector<std::string> texts =
-      comm::texts_of_ranks(own, state_.ranks.device, *state_.ranks.world, "replicas that differ");
-  const auto first = [&](char kind) {
-    const auto found = std::find_if(texts.begin(), texts.end(),
-                                    [kind](const std::string& text) { return !text.empty() && text.front() == kind; });
-    return found == texts.end() ? std::string() : found->substr(1);
-  };
-  const std::string error = first(kError);
-  if (error.empty()) {
-    if (state_.ranks.world->rank() == 0 && !std::exchange(warned_, true)) {
-      log::warning("check_replicas: after step ", round.step, ", ", first(kWarning),
-                   ". Each rank of the axis computes them by itself, from the same gradients: where kernels add in ",
-                   "another order, or processors are of several kinds, they part by rounding (\"deterministic\": true ",
-                   "chooses kernels that do not); else a bit of memory is lost, or a program has changed them on one ",
-                   "rank. Training goes on (said once)");
-    }
+  if (round.problem.numbers().item<int64_t>() == 0) {
+    told_.reset();
     return;
   }
+  Finding own = difference_from_masters(round);
+  for (size_t i = 0; i < round.groups.size(); ++i) {
+    Finding found = difference_in(round.groups[i], round.checksums[i]);
+    if (!found.text.empty() && (own.text.empty() || (own.rounding && !found.rounding))) own = std::move(found);
+  }
+  // In front of a text: how far rounding has come, as a number's bits; -1 is no rounding.
+  comm::Communicator& world = *state_.ranks.world;
+  const int64_t size = own.rounding ? std::bit_cast<int64_t>(*own.rounding) : -1;
+  const std::vector<int64_t> sizes = comm::numbers_of_ranks(
+      world, state_.ranks.device, {own.text.empty() ? kNotCompared : size}, "kinds of replicas that differ");
+  const std::vector<std::string> texts =
+      comm::texts_of_ranks(own.text, state_.ranks.device, world, "replicas that differ");
+  const auto error = std::find(sizes.begin(), sizes.end(), -1);
+  if (error == sizes.end()) {
+    const auto largest = std::max_element(sizes.begin(), sizes.end());
+    return warn(round.step, texts[static_cast<size_t>(largest - sizes.begin())], std::bit_cast<double>(*largest));
+  }
   consistency_.slice_updated();  // what ranks have is no longer one model
-  throw UsageError(
-      cat("check_replicas: after step ", round.step, ", ", error,
-          ". Something has changed on one rank alone: a program that changes parameters or buffers outside of ",
-          "engine->gathered_parameters(parameters, /*modifier_rank=*/0), a hook or an optimizer that draws random ",
-          "numbers, kernels that add in another order on another kind of processor, or memory that has lost a bit. ",
-          "Load a checkpoint of an earlier step to go on; a smaller check_replicas finds the step, 0 compares ",
-          "nothing (this is rank ", state_.ranks.world->rank(), ")"));
+  throw UsageError(cat("check_replicas: after step ", round.step, ", ",
+                       texts[static_cast<size_t>(error - sizes.begin())],
+                       ". Load a checkpoint of an earlier step to go on; a smaller check_replicas finds the step, 0 ",
+                       "compares nothing (this is rank ", world.rank(), ")"));
 }
 
-std::string ReplicaWatch::difference_in(const Comparison& comparison) const {
-  const at::Tensor host = comparison.numbers.cpu();
-  const auto* const numbers = host.const_data_ptr<int64_t>();
-  const size_t count = comparison.names.size();
-  const int world_rank = state_.ranks.world->rank();
-  const auto more = [](size_t differing) {
-    return differing == 1 ? std::string() : cat(" (and ", differing - 1, " more)");
-  };
-  if (comparison.ranks == nullptr) {
-    const auto wrong = static_cast<size_t>(std::count_if(numbers, numbers + count, [](int64_t n) { return n != 0; }));
-    if (wrong == 0) return {};
-    const auto first =
-        static_cast<size_t>(std::find_if(numbers, numbers + count, [](int64_t n) { return n != 0; }) - numbers);
-    return cat("parameter ", comparison.names[first], more(wrong), " of rank ", world_rank,
-               " is not its master, rounded");
+void ReplicaWatch::warn(int64_t step, const std::string& text, double rounding) {
+  constexpr double kGrown = 10;
+  if (told_ && rounding <= kGrown * *told_) return;
+  told_ = rounding;
+  if (state_.ranks.world->rank() != 0) return;
+  log::warning("check_replicas: after step ", step, ", ", text,
+               ". Training goes on (said again when the difference has grown tenfold)");
+}
+
+ReplicaWatch::Finding ReplicaWatch::difference_from_masters(const Round& round) const {
+  std::string first;
+  size_t wrong = 0;
+  for (const auto& [name, differs] : round.roundings) {
+    if (differs.item<int64_t>() != 0 && ++wrong == 1) first = name;
   }
-  std::vector<int64_t> own = {world_rank};
-  own.insert(own.end(), numbers, numbers + count);
+  if (wrong == 0) return {};
+  return {.text = cat("parameter ", first, with_more(wrong), " of rank ", state_.ranks.world->rank(),
+                      " is not its master, rounded. ", kGeneralCauses),
+          .rounding = {}};
+}
+
+ReplicaWatch::Finding ReplicaWatch::difference_in(const ReplicatedValues& group, const at::Tensor& checksums) const {
+  const at::Tensor host = checksums.cpu();
+  std::vector<int64_t> own = {state_.ranks.world->rank()};
+  own.insert(own.end(), host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
   const std::vector<int64_t> all =
-      comm::numbers_of_ranks(*comparison.ranks, state_.ranks.device, own, "checksums of replicas that differ");
-  std::string text;
-  size_t differing = 0;
-  for (size_t i = 0; i < count; ++i) {
-    std::vector<std::pair<int64_t, int64_t>> number_of_rank;
-    for (size_t at = 0; at < all.size(); at += own.size()) number_of_rank.emplace_back(all[at], all[at + 1 + i]);
+      comm::numbers_of_ranks(*group.ranks, state_.ranks.device, own, "checksums of replicas that differ");
+  std::vector<size_t> differing;
+  std::optional<size_t> error;  // the first one that is no rounding
+  std::map<size_t, std::string> ranks;
+  for (size_t i = 0; i < group.values.size(); ++i) {
+    NumberOfRank number_of_rank;
+    for (size_t at = 0; at < all.size(); at += own.size()) {
+      if (all[at + 1 + i] != kNotCompared) number_of_rank.emplace_back(all[at], all[at + 1 + i]);
+    }
     const auto same = [&](const auto& of) { return of.second == number_of_rank.front().second; };
     if (std::all_of(number_of_rank.begin(), number_of_rank.end(), same)) continue;
-    if (++differing == 1) text = cat(comparison.names[i], " ", odd_ranks(number_of_rank));
+    differing.push_back(i);
+    ranks[i] = odd_ranks(number_of_rank);
+    const ReplicatedValue& value = group.values[i];
+    const bool may_round =
+        value.computed && value.values.is_floating_point() && (group.same_batches || !kinds_.empty());
+    if (!may_round && !error) error = i;
   }
-  return differing == 0 ? text : cat("of the ", comparison.among, ", ", text, more(differing));
+  if (differing.empty()) return {};
+  Finding found = error ? Finding() : rounding_in(group, differing);
+  const size_t named = error.value_or(differing.front());
+  const ReplicatedValue& value = group.values[named];
+  std::string text = cat("of the ", group.among, ", ", value.name, " ", ranks[named], with_more(differing.size()));
+  text += found.text;
+  const char* const causes = !found.rounding ? kGeneralCauses : group.same_batches ? kAxisRounds : kProcessorsRound;
+  found.text = cat(text, ". ", value.advice != nullptr ? value.advice : causes);
+  return found;
+}
+
+ReplicaWatch::Finding ReplicaWatch::rounding_in(const ReplicatedValues& group,
+                                                const std::vector<size_t>& differing) const {
+  Distance worst;
+  size_t at = differing.front();
+  for (const size_t i : differing) {
+    const Distance distance = distance_of(group.values[i].values, state_.ranks.device, *group.ranks);
+    if (distance.relative() <= worst.relative()) continue;
+    worst = distance;
+    at = i;
+  }
+  if (!std::isfinite(worst.largest)) {
+    return {.text = cat(", and an element of ", group.values[at].name, " is a number on some of the ranks alone"),
+            .rounding = {}};
+  }
+  return {.text = cat("; the largest difference of an element is ", worst.largest, ", of ", group.values[at].name,
+                      ", the root mean square of which is ", worst.size),
+          .rounding = worst.relative()};
 }
 
 }  // namespace ds::engine

@@ -12,19 +12,6 @@
 namespace ds::engine {
 namespace {
 
-// Returns each buffer once, with its first name, in the order of the module.
-std::vector<std::pair<std::string, at::Tensor>> named_buffers_of(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, at::Tensor>> result;
-  std::unordered_set<const at::TensorImpl*> seen;
-  for (const auto& item : module.named_buffers()) {
-    const at::Tensor& buffer = item.value();
-    if (buffer.defined() && buffer.numel() > 0 && seen.insert(buffer.unsafeGetTensorImpl()).second) {
-      result.emplace_back(item.key(), buffer);
-    }
-  }
-  return result;
-}
-
 std::vector<at::Tensor> buffers_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> result;
   for (auto& [name, buffer] : named_buffers_of(module)) result.push_back(std::move(buffer));
@@ -37,6 +24,18 @@ bool is_statistic(const std::string& name) {
 }
 
 }  // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> named_buffers_of(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& item : module.named_buffers()) {
+    const at::Tensor& buffer = item.value();
+    if (buffer.defined() && buffer.numel() > 0 && seen.insert(buffer.unsafeGetTensorImpl()).second) {
+      result.emplace_back(item.key(), buffer);
+    }
+  }
+  return result;
+}
 
 void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& ranks) {
   comm::broadcast_values(buffers_of(module), /*root=*/0, ranks, "buffers");

@@ -1,17 +1,22 @@
 // A module's buffers over the ranks that train it: the same values, or whether they are the same.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dsengine/comm.h"
 
 namespace ds::engine {
+
+// Returns each buffer that has elements once, with its first name, in the order of the module.
+std::vector<std::pair<std::string, at::Tensor>> named_buffers_of(const torch::nn::Module& module);
 
 // Overwrites the buffers of all ranks with rank 0's, in few messages (comm/agreement.h). Graphs that have read a buffer
 // stay usable: autograd does not count it as a change. Collective.

@@ -3,13 +3,19 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
+#include <limits>
+#include <mutex>
 #include <random>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "engine/engine_impl.h"
 #include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
+#include "zero/partition.h"
 #include "zero/value_digest.h"
 
 namespace ds::engine {
@@ -56,37 +62,80 @@ struct WatchCase {
   int stage;
   int world;
   std::string precision;
+  bool copies = false;  // of the model state on two ranks each
 };
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// What the ranks have alike of the state beside full parameters: on all of them at stage 0, on the first rank of each
+// copy where there are copies; by the name that a message has.
+NamedTensors replicated_state(const ModelState& state) {
+  const bool sliced = state.plan.partition_optimizer;
+  NamedTensors result;
+  const auto add = [&](const std::string& what, const zero::ParameterBucket& bucket, const at::Tensor& values) {
+    const auto segments = sliced ? zero::slice_segments(bucket.layout(), 0) : bucket.layout().segments;
+    const Segment& run = segments.front();
+    result.emplace_back(cat(what, bucket.parameters().front().name), values.narrow(0, run.slice_offset, run.length));
+  };
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = state.buckets[b];
+    if (bucket.sharded()) add("", bucket, bucket.kept());
+    if (state.masters[b].scalar_type() != bucket.options().dtype()) add("", bucket, state.masters[b]);
+    for (const auto& [name, values] : state.optimizer.states(b)) {
+      add(cat("the optimizer state ", name, " of "), bucket, values);
+    }
+    if (state.average) add("the moving average of ", bucket, state.average->values(b));
+  }
+  for (const zero::ParameterBucket& bucket : state.frozen_buckets) add("", bucket, bucket.kept());
+  return result;
+}
 
 class ReplicaWatchTest : public ::testing::TestWithParam<WatchCase> {};
 
 INSTANTIATE_TEST_SUITE_P(Layouts, ReplicaWatchTest,
                          ::testing::Values(WatchCase{0, 2, ""}, WatchCase{1, 3, ""}, WatchCase{2, 2, "bf16"},
-                                           WatchCase{0, 3, "bf16"}),
+                                           WatchCase{0, 3, "bf16"}, WatchCase{0, 2, "fp16"},
+                                           WatchCase{1, 4, "bf16", true}, WatchCase{3, 4, "", true},
+                                           WatchCase{3, 4, "bf16", true}),
                          [](const auto& cell) {
-                           return cat("Stage", cell.param.stage, "Ranks", cell.param.world, cell.param.precision);
+                           return cat("Stage", cell.param.stage, "Ranks", cell.param.world, cell.param.precision,
+                                      cell.param.copies ? "Copies" : "");
                          });
 
-// Every parameter, trained or frozen, at a place of it that is drawn.
+// Every parameter, trained or frozen, and what ranks have alike beside it, at a place of it that is drawn.
 TEST_P(ReplicaWatchTest, EachFlippedBitIsFoundByName) {
-  const auto [stage, world, precision] = GetParam();
-  run_ranks(world, [&](comm::Communicator& ranks) {
+  const WatchCase cell = GetParam();
+  ordered_json config = watched(cell.stage, cell.precision);
+  if (cell.copies) config["zero_optimization"]["mics_shard_size"] = 2;
+  run_ranks(cell.world, [&](comm::Communicator& ranks) {
     NetWithTable model;
-    const auto engine = start(model.ptr(), watched(stage, precision), ranks).engine;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .ema = {.decay = 0.9}, .communicator = borrowed(ranks)})
+            .engine;
     make_steps(*engine, model, 0, 3);
     engine->synchronize_parameters();
-    ReplicaWatch& watch = *EngineAccess::impl_of(*engine).replicas;
+    Engine::Impl& impl = EngineAccess::impl_of(*engine);
+    NamedTensors replicas;
+    if (cell.stage < 3) {
+      for (const auto& item : model->named_parameters()) replicas.emplace_back(item.key(), item.value());
+    }
+    if (cell.stage == 0 || cell.copies) {
+      const NamedTensors more = replicated_state(impl.state);
+      replicas.insert(replicas.end(), more.begin(), more.end());
+      EXPECT_GT(more.size(), 4);
+    }
     std::mt19937_64 draws(11);
     for (int i = 0; i < 100; ++i) {
-      const auto parameters = model->named_parameters();
-      const auto& item = parameters[draws() % parameters.size()];
-      const size_t bit = draws() % (8 * item.value().nbytes());
-      const bool is_wrong = static_cast<int>(draws() % static_cast<uint64_t>(world)) == ranks.rank();
-      if (is_wrong) flip(item.value(), bit);
-      EXPECT_THAT([&] { watch.step_made(i + 10); },
-                  ThrowsMessage<UsageError>(AllOf(HasSubstr(cat("after step ", i + 10)), HasSubstr(item.key()))));
-      if (is_wrong) flip(item.value(), bit);
-      EXPECT_NO_THROW(watch.step_made(i + 10));
+      const auto& [name, values] = replicas[draws() % replicas.size()];
+      const size_t bit = draws() % (8 * values.nbytes());
+      const auto drawn = draws();
+      const bool is_wrong = (cell.copies ? drawn % 2 * 2 : drawn % static_cast<uint64_t>(cell.world)) ==
+                            static_cast<uint64_t>(ranks.rank());
+      if (is_wrong) flip(values, bit);
+      EXPECT_THAT([&] { impl.replicas->step_made(i + 10); },
+                  ThrowsMessage<UsageError>(AllOf(HasSubstr(cat("after step ", i + 10)), HasSubstr(name))));
+      if (is_wrong) flip(values, bit);
+      EXPECT_NO_THROW(impl.replicas->step_made(i + 10));
     }
   });
 }
@@ -122,13 +171,152 @@ TEST(ReplicaWatch, ZeroComparesNothing) {
 }
 
 TEST(ReplicaWatch, AParameterThatIsNotItsMasterIsFoundOnOneRank) {
-  run_ranks(1, [](comm::Communicator& ranks) {
+  for (const char* precision : {"bf16", "fp16"}) {
+    run_ranks(1, [&](comm::Communicator& ranks) {
+      NetWithTable model;
+      const auto engine = start(model.ptr(), watched(0, precision), ranks).engine;
+      make_steps(*engine, model, 0, 2);
+      ReplicaWatch& watch = *EngineAccess::impl_of(*engine).replicas;
+      flip(model->net->first->weight, 4);
+      EXPECT_THAT([&] { watch.step_made(2); },
+                  ThrowsMessage<UsageError>(HasSubstr("net.first.weight of rank 0 is not its master, rounded")));
+      flip(model->net->first->weight, 4);
+      // NaNs of other codes are NaN as well.
+      const at::Tensor& master = EngineAccess::impl_of(*engine).state.masters.front();
+      master[0].fill_(std::numeric_limits<float>::quiet_NaN());
+      model->net->first->weight.data().view(-1)[0].fill_(-std::numeric_limits<float>::quiet_NaN());
+      EXPECT_NO_THROW(watch.step_made(3));
+    });
+  }
+}
+
+// What a watch says of ranks that say of themselves that they round in different ways. `change` plants a difference on
+// one of them.
+struct Told {
+  std::string log;
+  int errors = 0;  // of the ranks
+};
+Told told_by_ranks_that_round(int stage, const std::vector<std::function<void(NetWithTable&, ModelState&)>>& changes) {
+  Told told;
+  std::mutex mutex;
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](comm::Communicator& ranks) {
     NetWithTable model;
-    const auto engine = start(model.ptr(), watched(0, "bf16"), ranks).engine;
+    const auto engine = start(model.ptr(), watched(stage, ""), ranks).engine;
     make_steps(*engine, model, 0, 2);
-    flip(model->net->first->weight, 4);
-    EXPECT_THAT([&] { EngineAccess::impl_of(*engine).replicas->step_made(2); },
-                ThrowsMessage<UsageError>(HasSubstr("net.first.weight of rank 0 is not its master, rounded")));
+    engine->synchronize_parameters();
+    Engine::Impl& impl = EngineAccess::impl_of(*engine);
+    ReplicaWatch watch(impl.state, impl.order.consistency, /*every=*/1, cat("kind ", ranks.rank()));
+    int64_t step = 2;
+    for (const auto& change : changes) {
+      if (ranks.rank() == 1) change(model, impl.state);
+      try {
+        watch.step_made(++step);
+      } catch (const UsageError&) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        ++told.errors;
+      }
+    }
+  });
+  told.log = ::testing::internal::GetCapturedStderr();
+  return told;
+}
+
+size_t count_of(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+TEST(ReplicaWatch, ProcessorsOfSeveralKindsPartByRoundingWhichIsAWarningWithItsSize) {
+  const auto add = [](double value) {
+    return [value](NetWithTable& model, ModelState&) { model->net->last->bias.data()[0].add_(value); };
+  };
+  const Told told = told_by_ranks_that_round(0, {add(1e-5), add(1e-5), add(1e-2), [](NetWithTable&, ModelState& state) {
+                                                   state.optimizer.states(0).front().second[0].add_(1e-4);
+                                                 }});
+  EXPECT_EQ(told.errors, 0);
+  EXPECT_THAT(told.log, HasSubstr("after step 3, of the data-parallel ranks, net.last.bias is not the same on ranks 0 "
+                                  "and 1; the largest difference of an element is"));
+  EXPECT_THAT(told.log, HasSubstr("the processors of the ranks round in different ways"));
+  EXPECT_THAT(told.log, HasSubstr("after step 5, ")) << "it has grown";
+  EXPECT_EQ(count_of(told.log, "check_replicas: after step"), 2) << told.log;
+}
+
+TEST(ReplicaWatch, WhatIsNoRoundingIsAnErrorOnProcessorsOfSeveralKinds) {
+  const auto expect_error = [](int stage, const std::function<void(NetWithTable&)>& change) {
+    const auto with_state = [&](NetWithTable& model, ModelState&) { change(model); };
+    const Told told = told_by_ranks_that_round(stage, {with_state});
+    EXPECT_EQ(told.errors, 2) << told.log;
+    EXPECT_EQ(count_of(told.log, "check_replicas: after step"), 0) << told.log;
+  };
+  const auto not_a_number = [](NetWithTable& model) {
+    model->net->last->bias.data()[0].fill_(std::numeric_limits<float>::quiet_NaN());
+  };
+  expect_error(0, not_a_number);
+  expect_error(0, [](NetWithTable& model) { flip(model->table, 0); });              // which nobody updates
+  expect_error(1, [](NetWithTable& model) { flip(model->net->last->weight, 0); });  // whose owner has sent it
+}
+
+TEST(ReplicaWatch, ThePlanSaysThatRanksRoundInDifferentWays) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    NetWithTable model;
+    const auto engine = start(model.ptr(), watched(0, ""), ranks).engine;
+    Engine::Impl& impl = EngineAccess::impl_of(*engine);
+    const auto row_after = [&](const std::string& arithmetic) {
+      Plan plan = impl.state.plan;
+      ReplicaWatch(impl.state, impl.order.consistency, /*every=*/50, arithmetic).add_row(plan);
+      std::string text;
+      for (const PlanRow& row : plan.rows) {
+        if (row.what == "replicas") text += cat(row.choice, " | ", row.reason);
+      }
+      return text;
+    };
+    EXPECT_EQ(row_after({}), "compared after every 1 steps | check_replicas: 1") << "all ranks round alike";
+    EXPECT_EQ(row_after(cat("kind ", ranks.rank())),
+              "compared after every 50 steps; ranks round in 2 ways, so that differences in what each computes are "
+              "warnings | check_replicas: 50; rank 0: kind 0; rank 1: kind 1");
+  });
+}
+
+// SmallNet with a buffer that follows the last batch.
+struct NetWithBufferImpl : torch::nn::Module {
+  NetWithBufferImpl() {
+    net = register_module("net", SmallNet());
+    mean = register_buffer("mean", torch::zeros({6}));
+    count = register_buffer("count", torch::zeros({}, torch::kLong));
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    mean.data().copy_(x.mean(0));
+    count.data().add_(1);
+    return net->loss(x);
+  }
+  SmallNet net{nullptr};
+  at::Tensor mean, count;
+};
+TORCH_MODULE(NetWithBuffer);
+
+TEST(ReplicaWatch, BuffersThatAreBroadcastAreCompared) {
+  ordered_json config = watched(1, "");
+  config["broadcast_buffers"] = true;
+  run_ranks(2, [&](comm::Communicator& ranks) {
+    NetWithBuffer model;
+    const auto engine = start(model.ptr(), config, ranks).engine;
+    const auto pass = [&](int64_t step) { engine->backward(model->loss(sample(step, ranks.rank()))); };
+    for (int64_t step = 0; step < 2; ++step) {
+      pass(step);
+      engine->step();
+    }
+    {
+      const auto guard = engine->no_sync();  // after which nobody has made the buffers one
+      pass(2);
+    }
+    engine->step();
+    pass(3);
+    if (ranks.rank() == 1) flip(model->count, 3);
+    EXPECT_THAT([&] { engine->step(); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("after step 4"), HasSubstr("buffer count is not the same on"),
+                                                HasSubstr("change buffers in forward, or after step()"))));
   });
 }
 

@@ -4,10 +4,12 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "dsengine/zero.h"
+#include "engine/engine_impl.h"
 #include "tests/model/small_run.h"
 #include "tests/pipeline/layered_model.h"
 #include "tests/support/borrowed.h"
@@ -62,6 +64,41 @@ TEST(TiedParameters, AModifierRankIsRefusedOnEveryStageAndTheRestCanBeChanged) {
       }
       int64_t next = 0;
       EXPECT_GT(engine->train_batch([&] { return tokens_of(next++, 0); }).item<double>(), 0.0);
+    });
+  }
+}
+
+// A tied weight, and what the optimizer keeps of it, is the same on all stages that have it.
+TEST(TiedParameters, ALostBitOfACopyIsFoundByCheckReplicas) {
+  for (const int zero_stage : {0, 3}) {
+    test::run_ranks(2, [&](comm::Communicator& world) {
+      const auto model =
+          std::make_shared<PipelineModule>(layers_of(4, /*tied=*/true), PipelineOptions{.loss = cross_entropy});
+      nlohmann::json config = two_stages(zero_stage);
+      config["check_replicas"] = 1;
+      const auto engine =
+          engine::initialize({.model = model, .config = config, .communicator = test::borrowed(world)}).engine;
+      int64_t next = 0;
+      for (int step = 0; step < 3; ++step) engine->train_batch([&] { return tokens_of(next++, 0); });
+      engine::Engine::Impl& impl = engine::EngineAccess::impl_of(*engine);
+      std::vector<std::pair<std::string, at::Tensor>> copies;
+      for (size_t b = 0; b < impl.state.buckets.size(); ++b) {
+        if (impl.state.pipeline->tied_of_bucket[b] < 0) continue;
+        copies.emplace_back(": embed", impl.state.buckets[b].kept());
+        for (const auto& [name, values] : impl.state.optimizer.states(b)) copies.emplace_back(name, values);
+      }
+      ASSERT_EQ(copies.size(), 3);  // with two states of AdamW
+      for (const auto& [name, values] : copies) {
+        const auto flip = [&] {
+          if (world.rank() == 1) static_cast<uint8_t*>(values.data_ptr())[9] ^= 4U;
+        };
+        flip();
+        EXPECT_THAT([&] { impl.replicas->step_made(7); },
+                    ThrowsMessage<UsageError>(AllOf(HasSubstr("after step 7, of the stages of a pipeline, tied weight"),
+                                                    HasSubstr(name), HasSubstr("not the same on ranks 0 and 1"))));
+        flip();
+        EXPECT_NO_THROW(impl.replicas->step_made(8));
+      }
     });
   }
 }

@@ -2,13 +2,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <limits>
 #include <memory>
+#include <random>
 #include <string>
+#include <vector>
 
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "dsengine/optimizer.h"
+#include "engine/engine_impl.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {
@@ -207,6 +211,60 @@ TEST(TensorParallelAgreement, RanksThatDoNotDivide) {
     EXPECT_THAT([&] { run.start(world, run.make()); },
                 ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor_parallel"), HasSubstr("found 2"))));
   });
+}
+
+// A replicated weight, or what the optimizer keeps of it, that has lost a bit on one rank of the axis.
+TEST(TensorParallelAgreement, EachFlippedBitOfAReplicatedParameterIsTold) {
+  constexpr int kFlips = 100;
+  for (const char* precision : {"", "bf16"}) {
+    nlohmann::json more = nlohmann::json::object();
+    if (*precision != '\0') more[precision]["enabled"] = true;
+    const GptRun run{.tensor = 2, .stage = *precision == '\0' ? 1 : 0, .steps = 2, .more = more};
+    int errors = 0;  // of rank 0: a bit that makes NaN or infinity
+    ::testing::internal::CaptureStderr();
+    test::run_ranks(2, [&](comm::Communicator& world) {
+      const auto net = run.make();
+      const auto engine = run.start(world, net).engine;
+      run.train(*engine, *net);
+      engine->synchronize_parameters();
+      Engine::Impl& impl = EngineAccess::impl_of(*engine);
+      std::vector<at::Tensor> replicas;
+      for (size_t b = 0; b < impl.state.buckets.size(); ++b) {
+        if (impl.state.is_part(b)) continue;
+        const auto& segment = impl.state.buckets[b].layout().segments.front();
+        const auto add = [&](const at::Tensor& all) {
+          replicas.push_back(all.narrow(0, segment.slice_offset, segment.length));
+        };
+        add(impl.state.buckets[b].flat());
+        add(impl.state.masters[b]);
+        for (const auto& [name, values] : impl.state.optimizer.states(b)) add(values);
+      }
+      ASSERT_GE(replicas.size(), 4);
+      std::mt19937_64 draws(5);
+      for (int i = 0; i < kFlips; ++i) {
+        const at::Tensor& values = replicas[draws() % replicas.size()];
+        const size_t bit = draws() % (8 * values.nbytes());
+        const bool is_wrong = static_cast<int>(draws() % 2) == world.rank();
+        const auto flip = [&] {
+          if (is_wrong) static_cast<uint8_t*>(values.data_ptr())[bit / 8] ^= static_cast<uint8_t>(1U << bit % 8);
+        };
+        flip();
+        try {
+          impl.replicas->step_made(100 + i);
+        } catch (const UsageError&) {
+          if (world.rank() == 0) ++errors;
+        }
+        flip();
+        EXPECT_NO_THROW(impl.replicas->step_made(100 + i));
+      }
+    });
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    int told = 0;
+    const std::string begin = "of the ranks of one tensor axis, ";
+    for (size_t at = log.find(begin); at != std::string::npos; at = log.find(begin, at + 1)) ++told;
+    EXPECT_EQ(told + errors, kFlips) << precision << log;
+    EXPECT_GT(told, kFlips / 4);
+  }
 }
 
 }  // namespace

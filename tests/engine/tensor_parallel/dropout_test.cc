@@ -2,6 +2,7 @@
 // since threads share a generator.
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional/dropout.h>
 #include <torch/nn/module.h>
@@ -14,6 +15,7 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
+#include "dsengine/errors.h"
 #include "dsengine/init_distributed.h"
 #include "tests/comm/meeting/launcher_environment.h"
 #include "tests/support/process_ranks.h"
@@ -129,6 +131,40 @@ DS_PROCESS_TEST(TensorParallelDropout, InRegions, 2) {
 }
 DS_PROCESS_TEST(TensorParallelDropout, InRegionsOfPartsOfSequences, 4) {
   expect_masks_of_one_process(ranks, {.tensor = 4, .stage = 3, .regions = true, .sequences = true});
+}
+
+// Ranks of an axis that draw other numbers: their masks are not one model's. Where a rank draws alone, or the ranks are
+// seeded otherwise and nobody draws, nothing is wrong.
+DS_PROCESS_TEST(TensorParallelDropout, FromOtherRandomNumbersIsFoundByCheckReplicas, 2) {
+  at::set_num_threads(1);
+  test::set_launcher_environment(ranks.meet());
+  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 4},
+                                 {"check_replicas", 1},
+                                 {"optimizer", {{"type", "SGD"}, {"params", {{"lr", 0.0}}}}},
+                                 {"tensor_parallel", {{"autotp_size", 2}}},
+                                 {"log_level", "warning"}};
+  const auto net = std::make_shared<Net>();
+  using enum parallel::Style;
+  const auto engine =
+      initialize({.model = net, .config = config, .split = {{"first", kColumn}, {"second", kRow}}}).engine;
+  const auto step = [&](bool drops) {
+    const at::Tensor x = batch(0, 0);
+    engine->backward(drops ? net->loss(x) : at::linear(at::linear(x, net->first), net->second).pow(2).mean());
+    engine->step();
+  };
+  step(true);
+  step(true);
+  if (ranks.rank() == 1) at::rand({3});
+  EXPECT_NO_THROW(step(false));
+  torch::manual_seed(static_cast<uint64_t>(ranks.rank()));
+  EXPECT_NO_THROW(step(false));
+  at::rand({3});  // which no loss shows
+  EXPECT_THAT([&] { step(false); },
+              ::testing::ThrowsMessage<UsageError>(::testing::AllOf(
+                  ::testing::HasSubstr("after step 5, of the ranks of one tensor axis, the default generator of the "
+                                       "CPU is not the same on ranks 0 and 1"),
+                  ::testing::HasSubstr("torch::manual_seed(seed + engine->communicator().rank())"))));
+  engine->world().barrier();
 }
 
 // The two halves of Net as stages of a pipeline, each with its own stream of random numbers.

@@ -1,0 +1,264 @@
+#include "engine/update/replicated_values.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "core/text.h"
+#include "layers/batch_norm/converted_layers.h"
+#include "model/state/shared_buffers.h"
+#include "model/state/tensor_parts.h"
+#include "zero/partition.h"
+
+namespace ds::engine {
+namespace {
+
+using ListedValues = std::vector<ReplicatedValue>;
+
+constexpr const char* kDrawsDiffer =
+    "Ranks of a tensor axis draw the same random numbers, so that dropout has the same masks on all of them. One of "
+    "them has been seeded otherwise, or has drawn more than the others. Seed all ranks of an axis alike, by "
+    "torch::manual_seed(seed + engine->communicator().rank()), draw on all of them, and let what one rank draws alone "
+    "come from a generator of its own";
+constexpr const char* kBuffersDiffer =
+    "broadcast_buffers has given all data-parallel ranks the buffers of one after the last backward(), and one rank "
+    "has another value by now: change buffers in forward, or after step(), alike on all ranks; else memory has lost a "
+    "bit";
+
+// A parameter, or the part of it that a rank keeps, as a run of elements.
+struct KeptRun {
+  std::string name;
+  Segment segment;
+};
+
+std::vector<KeptRun> kept_runs(const zero::ParameterBucket& bucket, bool of_slice, int rank) {
+  const zero::BucketLayout& layout = bucket.layout();
+  std::map<int64_t, const std::string*> names;
+  for (size_t i = 0; i < layout.segments.size(); ++i) {
+    names[layout.segments[i].parameter] = &bucket.parameters()[i].name;
+  }
+  std::vector<KeptRun> runs;
+  for (const Segment& segment : of_slice ? zero::slice_segments(layout, rank) : layout.segments) {
+    runs.push_back({*names.at(segment.parameter), segment});
+  }
+  return runs;
+}
+
+// The runs of what this rank updates of a trainable bucket.
+std::vector<KeptRun> own_runs(const ModelState& state, size_t b) {
+  return kept_runs(state.buckets[b], state.plan.partition_optimizer, state.ranks.groups.shards->rank());
+}
+
+// Adds what this rank keeps of a bucket from step to step.
+void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, bool computed, ListedValues& to) {
+  const at::Tensor& kept = bucket.kept();
+  if (bucket.sharded() && bucket.kept_slice().bits() > 0) {  // elements have no places of their own in the code
+    to.push_back({.name = bucket.parameters().front().name, .values = kept});
+    return;
+  }
+  for (const KeptRun& run : kept_runs(bucket, bucket.sharded(), state.ranks.groups.shards->rank())) {
+    to.push_back({.name = run.name,
+                  .values = kept.narrow(0, run.segment.slice_offset, run.segment.length),
+                  .computed = computed});
+  }
+}
+
+// Whether this rank has masters beside the parameters, on the device.
+bool has_own_master(const ModelState& state, size_t b) {
+  return !state.updates_on_host(b) && state.masters[b].defined() &&
+         state.masters[b].scalar_type() != state.buckets[b].options().dtype();
+}
+
+// Adds what each rank computes beside the parameters of a bucket: masters, states of the optimizer, and the moving
+// average of the weights. Where something of the model is offloaded, nothing but masters at stage 0: what lies in host
+// memory or in files is not compared.
+void add_own_state(const ModelState& state, size_t b, ListedValues& to) {
+  const std::vector<KeptRun> runs = own_runs(state, b);
+  const auto add = [&](const std::string& what, const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.numel() == 0) return;
+    if (tensor.dim() != 1 || tensor.numel() != state.own_part(b).numel()) {  // a state of another shape
+      to.push_back({.name = cat(what, " of the bucket of ", runs.empty() ? "" : runs.front().name),
+                    .values = tensor,
+                    .computed = true});
+      return;
+    }
+    for (const KeptRun& run : runs) {
+      to.push_back({.name = cat(what, " of ", run.name),
+                    .values = tensor.narrow(0, run.segment.slice_offset, run.segment.length),
+                    .computed = true});
+    }
+  };
+  if (has_own_master(state, b) && (!state.offloaded || !state.plan.partition_optimizer)) {
+    add("the master", state.masters[b]);
+  }
+  if (state.offloaded) return;
+  if (!state.optimizer.client) {  // which would have to write its states out
+    for (const auto& [name, values] : state.optimizer.states(b)) add(cat("the optimizer state ", name), values);
+  }
+  if (state.average) add("the moving average", state.average->values(b));
+}
+
+// The statistics that layers compute over all data-parallel ranks.
+void add_statistics(const ModelState& state, ListedValues& to) {
+  const auto& ranks = state.ranks.groups.norms;
+  if (!ranks) return;
+  for (const norm::NamedLayer& layer : norm::batch_norms_of(*state.module)) {
+    const auto buffers = layer.module->named_buffers(/*recurse=*/false);
+    const at::Tensor* const mean = buffers.find("running_mean");
+    if (mean == nullptr || !mean->defined()) continue;
+    const auto converted = norm::find_converted(at::Tensor(), *mean);
+    if (!converted || converted->group.lock() != ranks) continue;
+    for (const auto& buffer : buffers) {
+      if (!buffer.value().defined()) continue;
+      to.push_back({.name = layer.name + "." + buffer.key(), .values = buffer.value(), .computed = true});
+    }
+  }
+}
+
+// Appends the group to `all`, unless there is nothing to compare.
+void end_group(ReplicatedValues group, std::vector<ReplicatedValues>& all) {
+  if (!group.values.empty() && group.ranks->size() > 1) all.push_back(std::move(group));
+}
+
+void add_data_ranks(const ModelState& state, bool buffers_shared, std::vector<ReplicatedValues>& all) {
+  if (state.ranks.part->size() == 1) return;
+  ReplicatedValues ranks{.ranks = state.ranks.part.get(), .among = "data-parallel ranks", .values = {}};
+  comm::Communicator* const replicas = state.ranks.groups.replicas.get();
+  ReplicatedValues copies{
+      .ranks = replicas, .among = "ranks with the same slices (mics_shard_size)", .same_batches = false, .values = {}};
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = state.buckets[b];
+    const bool every_rank_computes = !state.plan.partition_optimizer;
+    if (!bucket.sharded()) {
+      add_kept(state, bucket, /*computed=*/every_rank_computes || replicas != nullptr, ranks.values);
+    } else if (replicas != nullptr) {
+      add_kept(state, bucket, /*computed=*/true, copies.values);
+    }
+    if (every_rank_computes) {
+      add_own_state(state, b, ranks.values);
+    } else if (replicas != nullptr) {
+      add_own_state(state, b, copies.values);
+    }
+  }
+  for (const zero::ParameterBucket& bucket : state.frozen_buckets) {
+    if (!bucket.sharded()) {
+      add_kept(state, bucket, /*computed=*/false, ranks.values);
+    } else if (replicas != nullptr) {
+      add_kept(state, bucket, /*computed=*/false, copies.values);
+    }
+  }
+  for (const zero::Parameter& frozen : state.frozen_outside_buckets()) {
+    ranks.values.push_back({.name = frozen.name, .values = frozen.tensor});
+  }
+  add_statistics(state, ranks.values);
+  if (buffers_shared && state.ranks.groups.buffers) {
+    for (auto& [name, buffer] : named_buffers_of(*state.module)) {
+      if (buffer.layout() != at::kStrided) continue;
+      ranks.values.push_back({.name = cat("buffer ", name), .values = buffer, .advice = kBuffersDiffer});
+    }
+  }
+  end_group(std::move(ranks), all);
+  if (replicas != nullptr) end_group(std::move(copies), all);
+}
+
+void add_tensor_axis(const ModelState& state, std::vector<ReplicatedValues>& all) {
+  ReplicatedValues axis{
+      .ranks = state.tensor->ranks.get(), .among = "ranks of one tensor axis", .same_batches = true, .values = {}};
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    if (state.is_part(b)) continue;
+    add_kept(state, state.buckets[b], /*computed=*/true, axis.values);
+    add_own_state(state, b, axis.values);
+  }
+  for (const zero::Parameter& frozen : state.frozen_outside_buckets()) {
+    if (frozen.part == nullptr) axis.values.push_back({.name = frozen.name, .values = frozen.tensor});
+  }
+  end_group(std::move(axis), all);
+}
+
+void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& all) {
+  const PipelineState& pipeline = *state.pipeline;
+  for (size_t tie = 0; tie < pipeline.tied.size(); ++tie) {
+    const TiedWeights& tied = pipeline.tied[tie];
+    if (!tied.ranks) continue;
+    ReplicatedValues copies{.ranks = tied.ranks.get(), .among = "stages of a pipeline", .values = {}};
+    bool trained = false;
+    for (size_t b = 0; b < state.buckets.size(); ++b) {
+      if (pipeline.tied_of_bucket[b] != static_cast<int>(tie)) continue;
+      trained = true;
+      add_kept(state, state.buckets[b], /*computed=*/true, copies.values);
+      add_own_state(state, b, copies.values);
+    }
+    if (!trained && state.gatherer == nullptr) {  // frozen
+      copies.values.push_back({.name = tied.name, .values = trained_tensor(tied.parameters.front())});
+    }
+    for (ReplicatedValue& value : copies.values) value.name = cat("tied weight ", tied.name, ": ", value.name);
+    end_group(std::move(copies), all);
+  }
+}
+
+at::Tensor drawn_state_of(at::Generator generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+// What the generator was when it was seeded last.
+at::Tensor seeded_state(at::Generator generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  at::Generator copy = generator.clone();
+  copy.set_current_seed(generator.current_seed());
+  return copy.get_state();
+}
+
+}  // namespace
+
+std::vector<ReplicatedValue> WatchedGenerators::look(c10::Device device) {
+  std::vector<std::pair<const char*, at::Generator>> generators = {
+      {"the default generator of the CPU", at::detail::getDefaultCPUGenerator()}};
+  if (!device.is_cpu()) {
+    generators.emplace_back("the default generator of the device", at::globalContext().defaultGenerator(device));
+  }
+  std::vector<ReplicatedValue> result;
+  std::vector<at::Tensor> states;
+  for (size_t i = 0; i < generators.size(); ++i) {
+    const auto& [name, generator] = generators[i];
+    states.push_back(drawn_state_of(generator));
+    const bool drawn = begun() && !states[i].equal(last_[i]) && !states[i].equal(seeded_state(generator));
+    result.push_back({.name = name, .values = states[i], .counts = drawn, .advice = kDrawsDiffer});
+  }
+  last_ = std::move(states);
+  return result;
+}
+
+std::vector<ReplicatedValues> replicated_values(const ModelState& state, bool buffers_shared) {
+  std::vector<ReplicatedValues> all;
+  const bool in_files = state.plan.offload.parameters == zero::Home::kFile;
+  if (!in_files) add_data_ranks(state, buffers_shared, all);
+  if (state.tensor && !in_files) add_tensor_axis(state, all);
+  if (state.pipeline && !in_files) add_tied_weights(state, all);
+  return all;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> compared_with_masters(const ModelState& state) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  if (state.plan.offload.parameters == zero::Home::kFile) return result;
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    if (!has_own_master(state, b)) continue;
+    const at::Tensor own = state.own_part(b);
+    if (own.element_size() != sizeof(int16_t) || own.device() != state.masters[b].device()) continue;
+    const at::Tensor rounded = state.masters[b].to(own.scalar_type());
+    at::Tensor differs = rounded.view(at::kShort).ne(own.view(at::kShort));
+    // NaNs have many codes: which one a kernel writes says nothing.
+    differs = differs.logical_and_(rounded.isnan().logical_and_(own.isnan()).logical_not_());
+    for (const KeptRun& run : own_runs(state, b)) {
+      const Segment& s = run.segment;
+      result.emplace_back(run.name, differs.narrow(0, s.slice_offset, s.length).any().to(at::kLong));
+    }
+  }
+  return result;
+}
+
+}  // namespace ds::engine
