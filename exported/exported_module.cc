@@ -43,10 +43,9 @@ class ModuleTree {
     if (known != tensors_.end()) return known->second;
     at::Tensor value;
     if (kind == kParameter) {
-      const auto tied = std::find_if(parameters_.begin(), parameters_.end(),
-                                     [&](const auto& one) { return one.first.is_same(stored); });
-      value = tied == parameters_.end() ? make(stored, meta_) : tied->second;
-      if (tied == parameters_.end()) parameters_.emplace_back(stored, value);
+      const auto [place, is_new] = parameters_.try_emplace(stored);
+      if (is_new) place->second = make(stored, meta_);
+      value = place->second;
       owner_of(name)->register_parameter(leaf_of(name), value, stored.requires_grad);
     } else {
       value = make(stored, meta_ && kind == kBuffer);
@@ -102,7 +101,7 @@ class ModuleTree {
   bool meta_;
   std::map<std::string, torch::nn::Module*> modules_;
   std::map<std::string, at::Tensor> tensors_;
-  std::vector<std::pair<StoredTensor, at::Tensor>> parameters_;
+  std::map<StoredTensor, at::Tensor, ByPlace> parameters_;  // tied ones once
 };
 
 std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, ModuleTree& tree) {
@@ -110,8 +109,7 @@ std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions
   try {
     tree.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()),
-                     "; the file is damaged, export the model again"));
+    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
@@ -252,8 +250,7 @@ std::shared_ptr<ExportedModule> load_exported(const std::string& path, const Exp
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()),
-                      "; the file is damaged, export the model again"));
+    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()), exported::kDamaged));
   }
   return module;
 }
