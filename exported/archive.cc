@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <string_view>
 #include <utility>
 
@@ -166,11 +165,10 @@ std::string Archive::text(const std::string& name) const {
 }
 
 nlohmann::json Archive::json(const std::string& name) const {
-  JsonDepth depth;
   const std::string content = text(name);
   try {
-    auto result = parse_json<nlohmann::json>(content, std::ref(depth));
-    require_good(!depth.exceeded(), "\"", name, "\" has values more than ", JsonDepth::kDeepest, " levels deep");
+    require_good(!is_deep_json(content), "\"", name, "\" has values more than ", kDeepestJson, " levels deep");
+    auto result = parse_json<nlohmann::json>(content);
     require_good(result.is_object(), "\"", name, "\" is no object of JSON", kDamaged);
     return result;
   } catch (const nlohmann::json::exception& error) {
