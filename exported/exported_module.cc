@@ -16,6 +16,7 @@
 #include "exported/archive.h"
 #include "exported/input_check.h"
 #include "exported/interpreter.h"
+#include "exported/named_modules.h"
 #include "exported/program.h"
 #include "exported/program_reader.h"
 
@@ -27,13 +28,13 @@ namespace {
 class ModuleTree {
  public:
   ModuleTree(torch::nn::Module& root, const Archive& archive, bool meta)
-      : root_(root), archive_(archive), meta_(meta) {}
+      : modules_(root), archive_(archive), meta_(meta) {}
 
   // Makes the modules of the file, in Python's order.
   void add_modules(const nlohmann::json& program) {
     for (const nlohmann::json& call : program.at("graph_module").at("module_call_graph")) {
       const auto name = call.at("fqn").get<std::string>();
-      if (!name.empty() && name.find('@') == std::string::npos) owner_of(name + ".");
+      if (!name.empty() && name.find('@') == std::string::npos) modules_.owner_of(name + ".");
     }
   }
 
@@ -46,11 +47,11 @@ class ModuleTree {
       const auto [place, is_new] = parameters_.try_emplace(stored);
       if (is_new) place->second = make(stored, meta_);
       value = place->second;
-      owner_of(name)->register_parameter(leaf_of(name), value, stored.requires_grad);
+      modules_.add_parameter(name, value, stored.requires_grad);
     } else {
       value = make(stored, meta_ && kind == kBuffer);
       // LibTorch has no buffers that stay out of state dicts: those are the program's own, as constants are.
-      if (kind == kBuffer) owner_of(name)->register_buffer(leaf_of(name), value);
+      if (kind == kBuffer) modules_.add_buffer(name, value);
     }
     tensors_.emplace(name, value);
     return value;
@@ -79,27 +80,9 @@ class ModuleTree {
  private:
   at::Tensor make(const StoredTensor& stored, bool meta) const { return make_from(archive_, stored, meta); }
 
-  static std::string leaf_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
-
-  // The module "h.0" of "h.0.weight", made on the way.
-  torch::nn::Module* owner_of(const std::string& name) {
-    torch::nn::Module* module = &root_;
-    size_t begin = 0;
-    for (size_t dot = name.find('.'); dot != std::string::npos; begin = dot + 1, dot = name.find('.', begin)) {
-      const auto [place, is_new] = modules_.try_emplace(name.substr(0, dot), nullptr);
-      if (is_new) {
-        const std::string part = name.substr(begin, dot - begin);
-        place->second = module->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
-      }
-      module = place->second;
-    }
-    return module;
-  }
-
-  torch::nn::Module& root_;
+  NamedModules modules_;
   const Archive& archive_;
   bool meta_;
-  std::map<std::string, torch::nn::Module*> modules_;
   std::map<std::string, at::Tensor> tensors_;
   std::map<StoredTensor, at::Tensor, ByPlace> parameters_;  // tied ones once
 };
