@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
@@ -17,7 +16,6 @@
 #include "core/files/safetensors.h"
 #include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
-#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 
 namespace ds::checkpoint {
@@ -288,12 +286,10 @@ std::string sealed(const json& content) {
 }
 
 json unsealed(const std::string& text, const std::string& where) {
-  JsonDepth depth;
-  json value = parse_json<json>(text, std::ref(depth), /*allow_exceptions=*/false);
-  require<IoError>(
-      !depth.exceeded() && value.is_object() && value.value("format", json()) == kFormat && value.contains("content"),
-      where, ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
-      "damaged, was not written to its end, or is no checkpoint of dsengine");
+  json value = parse_shallow_json<json>(text);
+  require<IoError>(value.is_object() && value.value("format", json()) == kFormat && value.contains("content"), where,
+                   ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
+                   "damaged, was not written to its end, or is no checkpoint of dsengine");
   const json version = value.value("version", json());
   require<IoError>(version == kWholeVersion || version == kPartVersion, where, ": expected version ", kWholeVersion,
                    " or ", kPartVersion, ", found ", version, "; read it with the dsengine that wrote it");

@@ -110,14 +110,14 @@ class ExportedWeights : public Source {
     require<IoError>(usual || programs.size() == 1, path, ": has the programs ", listed(programs, 10),
                      "; expected one, or one of the name \"", kUsual, "\"");
     stored_ = archive_.weights(usual ? kUsual : programs.front());
+    const std::map<std::string, std::string> tied = exported::tied_names(stored_);
     for (const auto& [name, stored] : stored_) {
-      const auto same = std::find_if(stored_.begin(), stored_.end(),
-                                     [&one = stored](const auto& other) { return other.second.is_same(one); });
-      if (same->first == name || !stored.is_parameter) {
+      const auto same = tied.find(name);
+      if (same == tied.end() || !stored.is_parameter) {
         infos_[weight_path(name)] = {
             .dtype = stored.dtype, .sizes = stored.sizes, .frozen = stored.is_parameter && !stored.requires_grad};
       } else {
-        aliases_[weight_path(name)] = weight_path(same->first);
+        aliases_[weight_path(name)] = weight_path(same->second);
       }
     }
   }

@@ -4,7 +4,6 @@
 #include <cctype>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
@@ -75,15 +74,13 @@ class WeightFiles : public Source {
 // Tensor -> file, as the index says.
 std::map<std::string, std::string> read_weight_map(const std::string& path) {
   const std::string text = read_text(path);
-  JsonDepth depth;
   nlohmann::json index;
   try {
-    index = parse_json<nlohmann::json>(text, std::ref(depth));
+    if (!is_deep_json(text)) index = parse_json<nlohmann::json>(text);
   } catch (const nlohmann::json::exception& error) {
     throw IoError(cat(path, ": not JSON: ", error.what()));
   }
-  const bool has_map =
-      !depth.exceeded() && index.is_object() && index.contains("weight_map") && index["weight_map"].is_object();
+  const bool has_map = index.is_object() && index.contains("weight_map") && index["weight_map"].is_object();
   require<IoError>(has_map, path, ": expected an object with \"weight_map\": {tensor: file}");
   std::map<std::string, std::string> result;
   for (const auto& [name, file] : index["weight_map"].items()) {

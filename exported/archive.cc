@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <string_view>
 #include <utility>
 
@@ -113,9 +112,14 @@ int64_t StoredTensor::numel() const {
   return result;
 }
 
-bool StoredTensor::is_same(const StoredTensor& other) const {
-  return record == other.record && dtype == other.dtype && sizes == other.sizes && strides == other.strides &&
-         offset == other.offset;
+std::map<std::string, std::string> tied_names(const StoredTensors& tensors) {
+  std::map<StoredTensor, std::string, ByPlace> first;
+  std::map<std::string, std::string> tied;
+  for (const auto& [name, stored] : tensors) {
+    const auto [found, is_new] = first.try_emplace(stored, name);
+    if (!is_new) tied.emplace(name, found->second);
+  }
+  return tied;
 }
 
 bool is_exported_file(const std::string& path) {
@@ -161,22 +165,24 @@ std::string Archive::text(const std::string& name) const {
 }
 
 nlohmann::json Archive::json(const std::string& name) const {
-  JsonDepth depth;
   const std::string content = text(name);
   try {
-    auto result = parse_json<nlohmann::json>(content, std::ref(depth));
-    require_good(!depth.exceeded(), "\"", name, "\" has values more than ", JsonDepth::kDeepest, " levels deep");
-    require_good(result.is_object(), "\"", name,
-                 "\" is no object of JSON; the file is damaged, export the model again");
+    require_good(!is_deep_json(content), "\"", name, "\" has values more than ", kDeepestJson, " levels deep");
+    auto result = parse_json<nlohmann::json>(content);
+    require_good(result.is_object(), "\"", name, "\" is no object of JSON", kDamaged);
     return result;
   } catch (const nlohmann::json::exception& error) {
-    fail(cat("\"", name, "\": ", shown_text(error.what()), "; the file is damaged, export the model again"));
+    fail(cat("\"", name, "\": ", shown_text(error.what()), kDamaged));
   }
 }
 
-nlohmann::json Archive::program(const std::string& name) const {
+void Archive::require_program(const std::string& name) const {
   require_good(std::find(programs_.begin(), programs_.end(), name) != programs_.end(), "no program \"",
                shown_text(name), "\"; it has ", listed(programs_, 10), " (ExportedOptions::program)");
+}
+
+nlohmann::json Archive::program(const std::string& name) const {
+  require_program(name);
   nlohmann::json program = json(cat(kModels, name, kJson));
   const nlohmann::json* const version = program.contains("schema_version") ? &program["schema_version"] : nullptr;
   require_good(version != nullptr && version->is_object() && version->contains("major") &&
@@ -212,8 +218,7 @@ StoredTensors Archive::tensors(const std::string& program, const char* kind) con
       result.emplace(fqn, tensor(fqn, entry, folder));
     }
   } catch (const nlohmann::json::exception& error) {
-    fail(cat("\"", name, "\", \"", shown_text(at), "\": ", shown_text(error.what()),
-             "; the file is damaged, export the model again"));
+    fail(cat("\"", name, "\", \"", shown_text(at), "\": ", shown_text(error.what()), kDamaged));
   }
   return result;
 }
@@ -244,16 +249,16 @@ StoredTensor Archive::tensor(const std::string& name, const nlohmann::json& conf
             std::none_of(result.sizes.begin(), result.sizes.end(), negative) &&
             std::none_of(result.strides.begin(), result.strides.end(), negative),
         "has sizes ", listed(result.sizes, 8), ", strides ", listed(result.strides, 8), " and offset ", result.offset,
-        "; the file is damaged, export the model again");
+        kDamaged);
   check(zip_.contains(folder_ + result.record), "lies in the record \"", shown_text(result.record),
-        "\", which the file does not have; it is damaged, export the model again");
+        "\", which the file does not have", kDamaged);
   const size_t stored = record(result.record).size() / c10::elementSize(result.dtype);
   const int64_t needed = needed_elements(result);
   check(needed >= 0 && static_cast<uint64_t>(needed) <= stored, "needs ", needed, " elements of the record \"",
-        shown_text(result.record), "\", which has ", stored, "; the file is damaged, export the model again");
+        shown_text(result.record), "\", which has ", stored, kDamaged);
   uint64_t numel = 0;
   check(!c10::safe_multiplies_u64(result.sizes, &numel) && numel <= static_cast<uint64_t>(INT64_MAX) / 16,
-        "has more elements than any memory; the file is damaged, export the model again");
+        "has more elements than any memory", kDamaged);
   return result;
 }
 

@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/files/stored_zip.h"
@@ -30,6 +31,9 @@ at::ScalarType scalar_type_of(int64_t number);
 at::Layout layout_of(int64_t number);
 at::MemoryFormat memory_format_of(int64_t number);
 
+// The end of a message about a file that no writer has made.
+inline constexpr const char* kDamaged = "; the file is damaged, export the model again";
+
 // A parameter, buffer or constant in the file. Counts are in elements.
 struct StoredTensor {
   std::string record;  // of the archive; two names of one storage have one record
@@ -42,11 +46,19 @@ struct StoredTensor {
   bool requires_grad = false;
 
   int64_t numel() const;
-  // Whether the other one is the same elements: a tied parameter.
-  bool is_same(const StoredTensor& other) const;
+  // The place of its elements in the file. Tensors that have one place are one tensor: a tied parameter.
+  auto place() const { return std::tie(record, offset, dtype, sizes, strides); }
+};
+
+// Orders tensors by their places in the file.
+struct ByPlace {
+  bool operator()(const StoredTensor& a, const StoredTensor& b) const { return a.place() < b.place(); }
 };
 
 using StoredTensors = std::map<std::string, StoredTensor>;
+
+// Returns the names whose tensor has an earlier name too, each with the first name of that tensor.
+std::map<std::string, std::string> tied_names(const StoredTensors& tensors);
 
 // Whether the file is one of torch.export.save, by its name (".pt2") or the record in it.
 bool is_exported_file(const std::string& path);
@@ -61,6 +73,8 @@ class Archive {
   const std::string& path() const { return zip_.path(); }
   // The names of its programs, sorted.
   const std::vector<std::string>& programs() const { return programs_; }
+  // Throws IoError naming the programs that are there, where `name` is none of them.
+  void require_program(const std::string& name) const;
   // The JSON of a program. Throws IoError: none of that name, damaged, another major version of the schema.
   nlohmann::json program(const std::string& name) const;
   // Parameters and persistent buffers of a program by name; constants and non-persistent buffers. Throw IoError:

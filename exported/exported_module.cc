@@ -38,15 +38,14 @@ class RegisteredTensors {
     if (known != tensors_.end()) return known->second;
     at::Tensor value;
     if (kind == kParameter) {
-      const auto tied = std::find_if(parameters_.begin(), parameters_.end(),
-                                     [&](const auto& one) { return one.first.is_same(stored); });
-      value = tied == parameters_.end() ? archive_.make(stored, meta_) : tied->second;
-      if (tied == parameters_.end()) parameters_.emplace_back(stored, value);
-      tree_.owner_of(name).register_parameter(ModuleTree::leaf_of(name), value, stored.requires_grad);
+      const auto [place, is_new] = parameters_.try_emplace(stored);
+      if (is_new) place->second = archive_.make(stored, meta_);
+      value = place->second;
+      tree_.add_parameter(name, value, stored.requires_grad);
     } else {
       value = archive_.make(stored, meta_ && kind == kBuffer);
       // LibTorch has no buffers that stay out of state dicts: those are the program's own, as constants are.
-      if (kind == kBuffer) tree_.owner_of(name).register_buffer(ModuleTree::leaf_of(name), value);
+      if (kind == kBuffer) tree_.add_buffer(name, value);
     }
     tensors_.emplace(name, value);
     return value;
@@ -70,7 +69,7 @@ class RegisteredTensors {
   const Archive& archive_;
   bool meta_;
   std::map<std::string, at::Tensor> tensors_;
-  std::vector<std::pair<StoredTensor, at::Tensor>> parameters_;
+  std::map<StoredTensor, at::Tensor, ByPlace> parameters_;  // tied ones once
 };
 
 std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, RegisteredTensors& tensors) {
@@ -78,8 +77,7 @@ std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions
   try {
     tensors.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()),
-                     "; the file is damaged, export the model again"));
+    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
@@ -188,8 +186,7 @@ std::shared_ptr<ExportedModule> load_exported(const std::string& path, const Exp
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()),
-                      "; the file is damaged, export the model again"));
+    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()), exported::kDamaged));
   }
   return module;
 }

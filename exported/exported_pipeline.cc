@@ -127,11 +127,10 @@ class ExportedLayer : public torch::nn::Module {
         const auto [value, name, trains] = make(lifted);
         lifted.value = value;
         if (!registered.emplace(name, value).second) continue;
-        torch::nn::Module& owner = tree.owner_of(name);
         if (lifted.kind == LiftedTensor::Kind::kParameter) {
-          owner.register_parameter(ModuleTree::leaf_of(name), value, trains);
+          tree.add_parameter(name, value, trains);
         } else {
-          owner.register_buffer(ModuleTree::leaf_of(name), value);
+          tree.add_buffer(name, value);
         }
       }
     };

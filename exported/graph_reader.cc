@@ -147,17 +147,13 @@ class GraphReader::Slots {
   // The slot of a value that is there.
   int find(const std::string& name) const {
     const auto found = slots_.find(name);
-    require<IoError>(found != slots_.end(), "the value \"", shown_text(name),
-                     "\" is used before it is made; the file "
-                     "is damaged, export the model again");
+    require<IoError>(found != slots_.end(), "the value \"", shown_text(name), "\" is used before it is made", kDamaged);
     return found->second;
   }
   // A slot for a value that is made.
   int make(const std::string& name) {
     const auto [place, is_new] = slots_.try_emplace(name, static_cast<int>(slots_.size()));
-    require<IoError>(is_new, "the value \"", shown_text(name),
-                     "\" is made twice; the file is damaged, export the model "
-                     "again");
+    require<IoError>(is_new, "the value \"", shown_text(name), "\" is made twice", kDamaged);
     return place->second;
   }
   size_t size() const { return slots_.size(); }

@@ -1,8 +1,10 @@
 #include "exported/input_check.h"
 
+#include <c10/core/Scalar.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -37,10 +39,23 @@ std::string in_words(const c10::IValue& value) {
   return cat(value);
 }
 
+// Whether two numbers are equal as Python compares them: no bit of a large whole number is lost. NaN equals itself.
+bool is_same_number(const at::Scalar& a, const at::Scalar& b) {
+  if (a.isComplex() || b.isComplex()) return a.toComplexDouble() == b.toComplexDouble();
+  if (a.isFloatingPoint() && b.isFloatingPoint()) {
+    return a.toDouble() == b.toDouble() || (std::isnan(a.toDouble()) && std::isnan(b.toDouble()));
+  }
+  if (a.isFloatingPoint()) return is_same_number(b, a);
+  if (!b.isFloatingPoint()) return a.toLong() == b.toLong();
+  constexpr double kEnd = 9223372036854775808.0;  // of int64_t, which a double can be
+  const double real = b.toDouble();
+  return real >= -kEnd && real < kEnd && std::trunc(real) == real && static_cast<int64_t>(real) == a.toLong();
+}
+
 // Whether a caller's value is the one that was exported; a number may be of another type.
 bool is_baked_value(const c10::IValue& baked, const c10::IValue& given) {
   if (baked.isNone() || given.isNone()) return baked.isNone() && given.isNone();
-  if (baked.isScalar() && given.isScalar()) return baked.toScalar().equal(given.toScalar().toDouble());
+  if (baked.isScalar() && given.isScalar()) return is_same_number(baked.toScalar(), given.toScalar());
   return baked.tagKind() == given.tagKind() && baked == given;
 }
 

@@ -19,11 +19,18 @@ class ModuleTree {
   void add_modules(const nlohmann::json& program);
   // The module "h.0" of "h.0.weight", made on the way.
   torch::nn::Module& owner_of(const std::string& name);
+  // Register a tensor under its dotted name.
+  void add_parameter(const std::string& name, const at::Tensor& value, bool requires_grad) {
+    owner_of(name).register_parameter(leaf_of(name), value, requires_grad);
+  }
+  void add_buffer(const std::string& name, const at::Tensor& value) {
+    owner_of(name).register_buffer(leaf_of(name), value);
+  }
 
+ private:
   // "weight" of "h.0.weight".
   static std::string leaf_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
- private:
   torch::nn::Module& root_;
   std::map<std::string, std::string> classes_;         // by name of a module
   std::map<std::string, torch::nn::Module*> modules_;  // by name

@@ -50,7 +50,7 @@ class ProgramReader {
     graphs.read(module_.at("graph"));
     archive_.require_good(program_->main().inputs.size() == program_->sources.size(), "its graph has ",
                           program_->main().inputs.size(), " inputs, its signature ", program_->sources.size(),
-                          "; the file is damaged, export the model again");
+                          kDamaged);
     if (!options_.unused_inputs) require_used_inputs(graphs.read_values());
     read_outputs();
     return std::move(program_);
@@ -69,8 +69,8 @@ class ProgramReader {
 
   void add_lifted(LiftedTensor::Kind kind, const std::string& name, const StoredTensors& where) {
     const auto found = where.find(name);
-    archive_.require_good(found != where.end(), "the tensor \"", shown_text(name),
-                          "\" of the program is not stored; the file is damaged, export the model again");
+    archive_.require_good(found != where.end(), "the tensor \"", shown_text(name), "\" of the program is not stored",
+                          kDamaged);
     const StoredTensor& stored = found->second;
     const bool is_parameter = kind == LiftedTensor::Kind::kParameter;
     if (is_parameter && c10::isFloatingType(stored.dtype) && !has_dtype_) {
@@ -79,6 +79,7 @@ class ProgramReader {
     }
     if (device_type_.empty() && !stored.device_type.empty()) device_type_ = stored.device_type;
     program_->sources.push_back({.is_lifted = true, .index = program_->lifted.size()});
+    lifted_places_.try_emplace(name, program_->lifted.size());
     program_->lifted.push_back({.kind = kind, .name = name, .value = tensor_(kind, name, stored)});
   }
 
@@ -186,19 +187,17 @@ class ProgramReader {
   }
 
   InputSource lifted_of(const std::string& name) const {
-    for (size_t i = 0; i < program_->lifted.size(); ++i) {
-      if (program_->lifted[i].name == name) return {.is_lifted = true, .index = i};
-    }
-    archive_.fail(cat("the buffer \"", shown_text(name),
-                      "\" that the program changes is none of its own; the file is "
-                      "damaged, export the model again"));
+    const auto found = lifted_places_.find(name);
+    archive_.require_good(found != lifted_places_.end(), "the buffer \"", shown_text(name),
+                          "\" that the program changes is none of its own", kDamaged);
+    return {.is_lifted = true, .index = found->second};
   }
 
   InputSource input_of(const std::string& name) const {
     const auto found = std::find(value_names_.begin(), value_names_.end(), name);
-    archive_.require_good(
-        found != value_names_.end(), "the input \"", shown_text(name),
-        "\" that the program changes is none of its own; the file is damaged, export the model again");
+    // A baked input has no value in the graph, and its name is empty.
+    archive_.require_good(!name.empty() && found != value_names_.end(), "the input \"", shown_text(name),
+                          "\" that the program changes is none of its own", kDamaged);
     return {.is_lifted = false, .index = static_cast<size_t>(found - value_names_.begin())};
   }
 
@@ -212,8 +211,7 @@ class ProgramReader {
   void read_outputs() {
     const json& specs = module_.at("signature").at("output_specs");
     archive_.require_good(specs.size() == program_->main().outputs.size(), "its graph has ",
-                          program_->main().outputs.size(), " outputs, its signature ", specs.size(),
-                          "; the file is damaged, export the model again");
+                          program_->main().outputs.size(), " outputs, its signature ", specs.size(), kDamaged);
     for (size_t i = 0; i < specs.size(); ++i) {
       const json& spec = specs.at(i);
       if (spec.contains("user_output")) {
@@ -247,8 +245,9 @@ class ProgramReader {
   StoredTensors constants_;
   std::unique_ptr<Program> program_;
   std::map<std::string, Range> ranges_;
-  std::set<std::string> batch_counts_;    // values of the main graph
-  std::vector<std::string> value_names_;  // of inputs: their values in the main graph; empty: a baked one
+  std::map<std::string, size_t> lifted_places_;  // in Program::lifted, by name
+  std::set<std::string> batch_counts_;           // values of the main graph
+  std::vector<std::string> value_names_;         // of inputs: their values in the main graph; empty: a baked one
   std::string device_type_;
   bool has_dtype_ = false;
 };
@@ -260,8 +259,7 @@ std::unique_ptr<Program> read_program(const Archive& archive, const json& json, 
   try {
     return ProgramReader(archive, json, options, tensor).read();
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()),
-                     "; the file is damaged, export the model again"));
+    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
   } catch (const IoError& error) {
     if (std::string(error.what()).starts_with(archive.path())) throw;
     archive.fail(error.what());

@@ -31,9 +31,15 @@ struct NewValue {
 // The new values of each record.
 using NewRecords = std::map<std::string, std::vector<NewValue>>;
 
-NewRecords new_records(const Archive& archive, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  StoredTensors weights;
-  for (const std::string& program : archive.programs()) weights.merge(archive.weights(program));
+NewRecords new_records(const Archive& archive, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                       const std::string& program) {
+  if (!program.empty()) archive.require_program(program);
+  // Several programs of one file each have their own tensor of a name.
+  std::map<std::string, std::vector<StoredTensor>> weights;
+  for (const std::string& one : archive.programs()) {
+    if (!program.empty() && one != program) continue;
+    for (const auto& [name, stored] : archive.weights(one)) weights[name].push_back(stored);
+  }
   std::vector<std::string> names;
   for (const auto& [name, stored] : weights) names.push_back(name);
   NewRecords records;
@@ -41,15 +47,16 @@ NewRecords new_records(const Archive& archive, const std::vector<std::pair<std::
     const auto found = weights.find(name);
     require<UsageError>(found != weights.end(), "save_exported: \"", shown_text(name),
                         "\" is no parameter or persistent buffer of ", archive.path(), "; it has ", listed(names, 10));
-    const StoredTensor& stored = found->second;
-    require<UsageError>(value.defined() && value.sizes() == at::IntArrayRef(stored.sizes), "save_exported: \"",
-                        shown_text(name), "\" is ", value.defined() ? cat(value.sizes()) : "no tensor", "; ",
-                        archive.path(), " has ", at::IntArrayRef(stored.sizes),
-                        ": give the full tensor, as Engine::module_state_dict() returns it");
-    require<UsageError>(value.is_floating_point() == c10::isFloatingType(stored.dtype), "save_exported: \"",
-                        shown_text(name), "\" is ", value.scalar_type(), "; ", archive.path(), " has ", stored.dtype,
-                        ": give a tensor of the same kind");
-    records[stored.record].push_back({name, stored, value.detach().to(at::kCPU, stored.dtype)});
+    for (const StoredTensor& stored : found->second) {
+      require<UsageError>(value.defined() && value.sizes() == at::IntArrayRef(stored.sizes), "save_exported: \"",
+                          shown_text(name), "\" is ", value.defined() ? cat(value.sizes()) : "no tensor", "; ",
+                          archive.path(), " has ", at::IntArrayRef(stored.sizes),
+                          ": give the full tensor, as Engine::module_state_dict() returns it");
+      require<UsageError>(value.is_floating_point() == c10::isFloatingType(stored.dtype), "save_exported: \"",
+                          shown_text(name), "\" is ", value.scalar_type(), "; ", archive.path(), " has ", stored.dtype,
+                          ": give a tensor of the same kind");
+      records[stored.record].push_back({name, stored, value.detach().to(at::kCPU, stored.dtype)});
+    }
   }
   return records;
 }
@@ -82,10 +89,10 @@ std::vector<uint8_t> replaced(const Archive& archive, const std::string& record,
 }  // namespace exported
 
 void save_exported(const std::string& path, const std::string& exported,
-                   const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+                   const std::vector<std::pair<std::string, at::Tensor>>& tensors, const std::string& program) {
   const exported::Archive archive(exported);
   const StoredZip& file = archive.zip();
-  const exported::NewRecords records = exported::new_records(archive, tensors);
+  const exported::NewRecords records = exported::new_records(archive, tensors, program);
   AtomicFile output(path);
   output.write(file.bytes().data(), file.bytes().size());
   for (const auto& [record, values] : records) {

@@ -1,6 +1,7 @@
 #include "exported/size_expression.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/ascii.h"
 #include "core/check.h"
@@ -21,6 +22,14 @@ const std::map<std::string, std::string>& size_functions() {
       {"Max", "torch.sym_max"},          {"Min", "torch.sym_min"},       {"PowByNatural", "_operator.pow"},
       {"CleanDiv", "_operator.floordiv"}};
   return kFunctions;
+}
+
+double to_double(int64_t number) { return static_cast<double>(number); }
+
+// Whether the result of whole numbers fits in an int64_t. `exact`: what floating-point numbers give, which do not wrap.
+bool is_size(double exact) {
+  constexpr double kLargest = 9.2e18;  // less than the end of int64_t by more than a rounding
+  return std::abs(exact) <= kLargest;
 }
 
 [[noreturn]] void fail_size(const std::string& text, const std::string& what) {
@@ -134,7 +143,10 @@ std::optional<std::pair<std::string, int64_t>> SizeExpression::solved(std::map<s
   };
   const std::optional<int64_t> first = at(1);
   const std::optional<int64_t> second = at(2);
-  if (!first || !second || *second == *first || (value - *first) % (*second - *first) != 0) return std::nullopt;
+  if (!first || !second || *second == *first || !is_size(to_double(*second) - to_double(*first)) ||
+      !is_size(to_double(value) - to_double(*first)) || (value - *first) % (*second - *first) != 0) {
+    return std::nullopt;
+  }
   const int64_t number = (value - *first) / (*second - *first) + 1;
   return at(number) == value ? std::optional(std::pair(unknown, number)) : std::nullopt;
 }
@@ -153,7 +165,8 @@ std::optional<int64_t> SizeExpression::value(const std::map<std::string, int64_t
         function_ == "Mod" || function_ == "PythonMod" || function_ == "FloorDiv" || function_ == "CleanDiv";
     if (!next || (divides && *next == 0)) return std::nullopt;
     const c10::IValue joined = function({*result, *next});
-    if (!joined.isInt()) return std::nullopt;
+    // Whole numbers wrap around where floating-point ones do not.
+    if (!joined.isInt() || !is_size(function({to_double(*result), to_double(*next)}).toDouble())) return std::nullopt;
     result = joined.toInt();
   }
   return result;

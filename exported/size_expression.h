@@ -27,7 +27,7 @@ class SizeExpression {
   // The value of its only unknown symbol with which the expression is `value`; none: there is no such number, or not
   // one unknown symbol. Exact for expressions that are linear in it, as those of dynamic dimensions are.
   std::optional<std::pair<std::string, int64_t>> solved(std::map<std::string, int64_t> symbols, int64_t value) const;
-  // Its value; none: one of its symbols is not known, or it divides by zero.
+  // Its value; none: one of its symbols is not known, it divides by zero, or it does not fit in an int64_t.
   std::optional<int64_t> value(const std::map<std::string, int64_t>& symbols) const;
 
  private:

@@ -1,9 +1,6 @@
 #include "exported/tree_names.h"
 
-#include <functional>
-
 #include "core/json/json_depth.h"
-#include "core/json/parse_json.h"
 #include "core/text.h"
 
 namespace ds::exported {
@@ -18,8 +15,7 @@ const json& member(const json& object, const char* key) {
 }
 
 json parsed(const std::string& text) {
-  JsonDepth depth;
-  const json value = parse_json<json>(text, std::ref(depth), /*allow_exceptions=*/false);
+  const auto value = parse_shallow_json<json>(text);
   return value.is_discarded() ? json() : value;
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -19,7 +18,6 @@
 #include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/json/json_depth.h"
-#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 #include "core/split/tensor_part.h"
 #include "core/text.h"
@@ -122,10 +120,8 @@ std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path,
 }
 
 ordered_json parsed(const std::string& text, const std::string& path) {
-  JsonDepth depth;
-  auto json = parse_json<ordered_json>(text, std::ref(depth), /*allow_exceptions=*/false);
-  require<IoError>(!depth.exceeded() && json.is_object(), path,
-                   ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
+  auto json = parse_shallow_json<ordered_json>(text);
+  require<IoError>(json.is_object(), path, ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
 }
 

@@ -1,12 +1,10 @@
 #include "comm/meeting/arrival.h"
 
-#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
 #include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
-#include "core/json/parse_json.h"
 #include "core/shown_text.h"
 
 namespace ds::comm {
@@ -45,10 +43,9 @@ std::string arrival_text(const RankPlace& place, int rank, int world_size, const
 }
 
 RankPlace read_arrival(const std::string& text, int rank, int world_size, const std::optional<JobSecret>& secret) {
-  JsonDepth depth;
-  json value = parse_json<json>(text, std::ref(depth), /*allow_exceptions=*/false);
-  require<CommError>(!depth.exceeded() && value.is_object(), "rendezvous: expected a rank's place at that of rank ",
-                     rank, " in the store, found \"", shown_text(text), "\"");
+  json value = parse_shallow_json<json>(text);
+  require<CommError>(value.is_object(), "rendezvous: expected a rank's place at that of rank ", rank,
+                     " in the store, found \"", shown_text(text), "\"");
   if (secret) check_proof(value, rank, *secret);
   try {
     RankPlace place{value.at("host").get<std::string>(), json_integer<int64_t>(value.at("pid")),

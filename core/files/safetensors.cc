@@ -55,8 +55,7 @@ size_t rank_of(const std::string& tensor_name, at::ScalarType dtype) {
 // nlohmann::json keeps the last of two equal keys; here they are an error.
 class DuplicateKeys {
  public:
-  bool operator()(int depth, json::parse_event_t event, json& parsed) {
-    if (!depth_(depth, event, parsed)) return false;
+  bool operator()(int /*depth*/, json::parse_event_t event, json& parsed) {
     if (event == json::parse_event_t::object_start) keys_.emplace_back();
     if (event == json::parse_event_t::object_end) keys_.pop_back();
     if (event == json::parse_event_t::key && !keys_.back().insert(parsed.get<std::string>()).second && !found_) {
@@ -65,10 +64,8 @@ class DuplicateKeys {
     return true;
   }
   const std::optional<std::string>& found() const { return found_; }
-  bool too_deep() const { return depth_.exceeded(); }
 
  private:
-  JsonDepth depth_;
   std::vector<std::set<std::string>> keys_;
   std::optional<std::string> found_;
 };
@@ -150,6 +147,8 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path), file_(s
 
 void SafetensorsFile::parse_header(const std::string& header) {
   require<IoError>(header.starts_with('{'), path_, ": not a safetensors file: expected the header to start with '{'");
+  require<IoError>(!is_deep_json(header), path_, ": not a safetensors file: its header is nested more than ",
+                   kDeepestJson, " deep");
   DuplicateKeys duplicates;
   json parsed;
   try {
@@ -157,8 +156,6 @@ void SafetensorsFile::parse_header(const std::string& header) {
   } catch (const json::exception& error) {
     throw IoError(cat(path_, ": the header is not JSON: ", error.what()));
   }
-  require<IoError>(!duplicates.too_deep(), path_, ": not a safetensors file: its header is nested more than ",
-                   JsonDepth::kDeepest, " deep");
   require<IoError>(!duplicates.found(), path_, ": the header names \"", duplicates.found().value_or(""), "\" twice");
   for (const auto& [name, value] : parsed.items()) {
     const std::string where = cat(path_, ": tensor \"", name, "\": ");

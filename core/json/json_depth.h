@@ -1,25 +1,44 @@
 // A limit for JSON from elsewhere: nlohmann's parser takes any depth, but its dump() and copies recurse, so that a text
 // of millions of brackets would overflow the stack.
+//
+// The text is looked at before it is parsed. A callback of the parser could count as well, but a parser with a callback
+// looks at all values of an object once more behind each object in it: minutes for an object of tens of thousands.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "core/json/parse_json.h"
 
 namespace ds {
 
-// The callback of parse(text, std::ref(depth)) of nlohmann::json, ordered or not. Deeper values are not kept.
-class JsonDepth {
- public:
-  static constexpr int kDeepest = 100;
+inline constexpr int kDeepestJson = 100;
 
-  template <class Json>
-  bool operator()(int depth, nlohmann::json::parse_event_t /*event*/, const Json& /*parsed*/) {
-    exceeded_ = exceeded_ || depth > kDeepest;
-    return depth <= kDeepest;
+// Whether the text has more than kDeepestJson objects and arrays in one another.
+inline bool is_deep_json(std::string_view text) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (in_string) {
+      if (c == '\\') ++i;
+      in_string = c != '"';
+    } else if (c == '"') {
+      in_string = true;
+    } else if (c == '{' || c == '[') {
+      if (++depth > kDeepestJson) return true;
+    } else if (c == '}' || c == ']') {
+      --depth;
+    }
   }
-  bool exceeded() const { return exceeded_; }
+  return false;
+}
 
- private:
-  bool exceeded_ = false;
-};
+// Returns the value of a text; a discarded one where the text is no JSON, or too deep.
+template <class Json>
+Json parse_shallow_json(const std::string& text) {
+  if (is_deep_json(text)) return Json(Json::value_t::discarded);
+  return parse_json<Json>(text, nullptr, /*allow_exceptions=*/false);
+}
 
 }  // namespace ds

@@ -177,9 +177,11 @@ std::shared_ptr<ExportedModule> load_exported(const std::string& path, const Exp
 //
 // `tensors`: full tensors by Python's names, on any device and of any floating-point dtype (integers or bool
 // where the file has these), as Engine::module_state_dict() returns them; a tied parameter by any of its names. Names
-// that are left out keep their values. Throws UsageError for a name that the file does not have, other sizes, and two
-// names of one tensor with different values; IoError for the files. `path` gets the file complete, or stays as it was.
+// that are left out keep their values. `program`: the program of a file of several (package_pt2) whose tensors are
+// written; empty: those of each program that has the name. Throws UsageError for a name that the file does not have,
+// other sizes, and two names of one tensor with different values; IoError for the files. `path` gets the file complete,
+// or stays as it was.
 void save_exported(const std::string& path, const std::string& exported,
-                   const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+                   const std::vector<std::pair<std::string, at::Tensor>>& tensors, const std::string& program = {});
 
 }  // namespace ds

@@ -64,9 +64,8 @@ TEST(ExportedArchive, AnUnknownProgramIsToldWithThoseThatAreThere) {
 }
 
 TEST(ExportedArchive, TiedParametersAreOneTensor) {
-  const StoredTensors weights = Archive(kFolder + "gpt.pt2").weights("model");
-  EXPECT_TRUE(weights.at("head.weight").is_same(weights.at("wte.weight")));
-  EXPECT_FALSE(weights.at("head.weight").is_same(weights.at("wpe.weight")));
+  EXPECT_THAT(tied_names(Archive(kFolder + "gpt.pt2").weights("model")),
+              ElementsAre(testing::Pair("wte.weight", "head.weight")));
 }
 
 TEST(ExportedArchive, IsASourceOfWeights) {
@@ -124,6 +123,20 @@ TEST_F(RefusedFile, IsDamaged) {
               HasSubstr("the value \"linear_9\" is used before it is made"));
   EXPECT_THAT(said(with(good_, "\"path_name\": \"weight_0\"", "\"path_name\": \"weight_5\"")),
               HasSubstr("elements of the record \"data/weights/weight_5\", which has"));
+}
+
+// An output that changes an input, of which a baked one has no value in the graph.
+TEST_F(RefusedFile, ChangesAnInputThatItDoesNotHave) {
+  std::string bytes = without_checksums(bytes_of(kFolder + "pieces.pt2"));
+  const std::string output = R"({"user_output": {"arg": {"as_tensor": {"name": ")";
+  const size_t at = bytes.find(output);
+  ASSERT_NE(at, std::string::npos);
+  std::string changed = R"({"user_input_mutation": {"user_input_name": ""}})";
+  const size_t end = bytes.find("}}}}", at) + 4;
+  ASSERT_LE(changed.size(), end - at);
+  changed.resize(end - at, ' ');
+  EXPECT_THAT(said(bytes.replace(at, changed.size(), changed)),
+              HasSubstr("the input \"\" that the program changes is none of its own; the file is damaged"));
 }
 
 TEST_F(RefusedFile, IsOfAnotherSchema) {

@@ -2,8 +2,11 @@
 """Writes tests/exported/data: each model of models.py as NAME.pt2, and NAME.json with what eager Python computes with it.
 
   tests/exported/export_models.py [NAME...]
+  tests/exported/export_models.py --this_torch NAME...
 
 Needs torch 2.11 and, for the hf_ ones, transformers 5.17: scripts/install_peers prints an interpreter that has both.
+The second form writes data/torch2.9/NAME.pt2, or what else the version of torch is, and no golden values: initialised
+alike, the models of all versions train to those of torch 2.11. It needs torch and numpy alone.
 
 NAME.json: `inputs` and `target` as in models.py; `eval`, the first values of the output in eval() on the batch of step 0,
 before training; `losses` of 20 steps; `first_gradients`, norms of the gradients of step 0; then, after the last step,
@@ -21,11 +24,11 @@ OUT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 STEPS, SEED, SHOWN = 20, 7, 24
 
 
-def export(name):
+def export(name, folder=OUT):
     program = torch.export.export(make(name), (), inputs_of(name, 0, BATCH // 2), dynamic_shapes=dimensions_of(name),
                                   strict=False)
     shorten_traces(program.graph_module)
-    torch.export.save(program, os.path.join(OUT, f"{name}.pt2"))
+    torch.export.save(program, os.path.join(folder, f"{name}.pt2"))
 
 
 def shorten_traces(module):
@@ -86,6 +89,12 @@ def train(name):
 def main():
     torch.set_num_threads(1)
     os.makedirs(OUT, exist_ok=True)
+    if sys.argv[1:2] == ["--this_torch"]:
+        folder = os.path.join(OUT, "torch" + ".".join(torch.__version__.split(".")[:2]))
+        os.makedirs(folder, exist_ok=True)
+        for name in sys.argv[2:]:
+            export(name, folder)
+        return
     for name in sys.argv[1:] or MODELS:
         export(name)
         train(name)

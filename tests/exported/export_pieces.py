@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes pieces.pt2, pieces_eval.pt2, decomposed.pt2 and pieces.json into tests/exported/data: what the models of models.py
-do not have, in small modules, and what eager Python computes with them. Needs torch 2.11.
+do not have, in small modules, and what eager Python computes with them; and two_programs.pt2. Needs torch 2.11.
 
 pieces.json: for each file the outputs of forward by name, the gradients' norms of the sum of all floating-point outputs, and
 buffers afterwards. Inputs are numbers(rows, sign) of 6 rows.
@@ -11,6 +11,7 @@ import os
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.export.pt2_archive._package import package_pt2
 
 from export_models import OUT, shorten_traces
 
@@ -53,6 +54,18 @@ class Normalized(nn.Module):
 
     def forward(self, x):
         return self.bn(self.fc(x)).relu()
+
+
+class Encoded(nn.Module):
+    """Two methods of one model, which are two programs of one file: whole(x), and its first layer alone."""
+
+    def __init__(self, encoder=None):
+        super().__init__()
+        self.encoder = encoder or nn.Linear(WIDTH, 4)
+        self.head = nn.Linear(4, 2) if encoder is None else nn.Identity()
+
+    def forward(self, x):
+        return self.head(self.encoder(x).tanh())
 
 
 def numbers(rows, sign):
@@ -99,6 +112,12 @@ def main():
         save(torch.export.export(module, (*example, 3, 0.25, None), dynamic_shapes=dynamic, strict=False), name)
     program = torch.export.export(made(Normalized), (numbers(4, 1), ), dynamic_shapes={"x": {0: rows}}, strict=False)
     save(program.run_decompositions(), "decomposed")
+    whole = made(Encoded)
+    programs = {}
+    for name, module in {"model": whole, "encode": Encoded(whole.encoder)}.items():
+        programs[name] = torch.export.export(module, (numbers(4, 1), ), dynamic_shapes={"x": {0: rows}}, strict=False)
+        shorten_traces(programs[name].graph_module)
+    package_pt2(os.path.join(OUT, "two_programs.pt2"), exported_programs=programs)
     result = {
         "pieces": {"+": golden(lambda: made(Pieces), True, 1), "-": golden(lambda: made(Pieces), True, -1)},
         "pieces_eval": {"+": golden(lambda: made(Pieces), False, 1)},

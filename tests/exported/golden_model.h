@@ -18,10 +18,12 @@ namespace ds::test {
 
 inline const std::string kExportedData = std::string(DS_SOURCE_DIR) + "/tests/exported/data/";
 
-// NAME.json as tests/exported/export_models.py writes it, and the formulas of models.py.
+// NAME.json as tests/exported/export_models.py writes it, and the formulas of models.py. `folder`: of the file of
+// another version of torch, "torch2.9/", which has the same weights.
 class GoldenModel {
  public:
-  explicit GoldenModel(const std::string& name) : path_(kExportedData + name + ".pt2") {
+  explicit GoldenModel(const std::string& name, const std::string& folder = {})
+      : path_(kExportedData + folder + name + ".pt2") {
     std::ifstream file(kExportedData + name + ".json");
     golden_ = nlohmann::json::parse(file);
   }

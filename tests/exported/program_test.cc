@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <cstdint>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -16,7 +18,9 @@
 #include "dsengine/exported_model.h"
 #include "dsengine/sync_batch_norm.h"
 #include "dsengine/zero.h"
+#include "exported/input_check.h"
 #include "exported/number_functions.h"
+#include "exported/program.h"
 #include "exported/size_expression.h"
 #include "exported/tree_names.h"
 #include "tests/support/borrowed.h"
@@ -58,6 +62,19 @@ TEST(ExportedSizes, DerivedDimensionsAreSolvedForTheirSymbol) {
   const SizeExpression two("Add(Symbol('s0', integer=True), Symbol('s1', integer=True))");
   EXPECT_EQ(two.solved({}, 9), std::nullopt);
   EXPECT_EQ(two.solved({{"s0", 4}}, 9), (std::optional(std::pair(std::string("s1"), int64_t{5}))));
+}
+
+// A hostile file may have any numbers: what does not fit is no size, and nothing wraps around.
+TEST(ExportedSizes, WhatDoesNotFitIsNoSize) {
+  constexpr int64_t kHalf = int64_t{1} << 62;
+  const SizeExpression twice("Mul(Integer(2), Symbol('s0', integer=True))");
+  EXPECT_EQ(twice.value({{"s0", kHalf - 1024}}), 2 * (kHalf - 1024));
+  EXPECT_EQ(twice.value({{"s0", kHalf}}), std::nullopt);
+  EXPECT_EQ(twice.solved({}, INT64_MIN), std::nullopt);
+  EXPECT_EQ(SizeExpression("Pow(Symbol('s0', integer=True), Integer(8))").value({{"s0", 1000}}), std::nullopt);
+  const SizeExpression down("Add(Integer(9223372036854775807), Mul(Integer(-1), Symbol('s0', integer=True)))");
+  EXPECT_EQ(down.solved({}, INT64_MIN), std::nullopt);
+  EXPECT_EQ(down.value({{"s0", -2}}), std::nullopt);
 }
 
 TEST(ExportedSizes, WhatIsNoExpressionIsTold) {
@@ -215,6 +232,27 @@ TEST(ExportedPieces, AnotherValueThanTheBakedOneIsRefused) {
   EXPECT_NO_THROW(model->run({x, x > 0.3, 3, 0.25}));
   EXPECT_THAT(test::thrown_by<UsageError>([&] { model->forward(x, x > 0.3); }),
               HasSubstr("forward returns 7 values (loss, parts.0, parts.1, parts.2, top, rows, absent)"));
+}
+
+TEST(ExportedInputsTest, BakedNumbersAreComparedAsPythonDoes) {
+  constexpr int64_t kLarge = (int64_t{1} << 53) + 1;  // no double is this number
+  const auto takes = [](const c10::IValue& baked, const c10::IValue& given) {
+    Program program;
+    program.inputs.push_back({.name = "k", .is_tensor = false, .value = baked});
+    return test::thrown_by<UsageError>([&] { check_inputs(program, {given}); }) == "no error";
+  };
+  EXPECT_TRUE(takes(3, 3.0));
+  EXPECT_TRUE(takes(1, true));
+  EXPECT_TRUE(takes(kLarge, kLarge));
+  EXPECT_FALSE(takes(kLarge, kLarge - 1));
+  EXPECT_FALSE(takes(kLarge, static_cast<double>(kLarge - 1)));
+  EXPECT_TRUE(takes(static_cast<double>(kLarge - 1), kLarge - 1));
+  EXPECT_FALSE(takes(static_cast<double>(kLarge - 1), kLarge));
+  EXPECT_FALSE(takes(INT64_MAX, 9223372036854775808.0));
+  EXPECT_TRUE(takes(std::nan(""), std::nan("")));
+  EXPECT_FALSE(takes(std::nan(""), 3));
+  EXPECT_TRUE(takes(c10::complex<double>(1, 2), c10::complex<double>(1, 2)));
+  EXPECT_FALSE(takes(c10::complex<double>(1, 2), 1));
 }
 
 TEST(ExportedPieces, ASecondFileIsTheProgramOfEval) {

@@ -137,6 +137,27 @@ INSTANTIATE_TEST_SUITE_P(Models, GoldenModelsTest,
                                          "graph", "pinn", "hf_gpt2", "hf_llama"),
                          [](const auto& info) { return info.param; });
 
+// Files of other versions of torch: the same models, initialised alike, so that they train to the same numbers.
+class TorchVersionTest : public testing::TestWithParam<std::string> {};
+
+TEST_P(TorchVersionTest, TrainsAsTheFileOfTheTorchThatWeBuildWith) {
+  for (const char* name : {"mlp", "gpt"}) {
+    SCOPED_TRACE(name);
+    const GoldenModel golden(name, cat("torch", GetParam(), "/"));
+    run_ranks(1, [&](comm::Communicator& communicator) {
+      const auto model = load_exported(golden.path());
+      EXPECT_TRUE(model->torch_version().starts_with(GetParam())) << model->torch_version();
+      expect_near(golden.evaluate(*model), golden.eval(), 1e-6);
+      const engine::Initialized parts = start(model, config_of(golden, 2), communicator);
+      expect_near(train(*parts.engine, *model, golden, kSteps), golden.losses(), kLossTolerance);
+      expect_norms(tensors_of(*model), golden.norms());
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Versions, TorchVersionTest, testing::Values("2.9", "2.13", "2.15"),
+                         [](const auto& info) { return "torch_" + info.param.substr(2); });
+
 // Models without dropout and BatchNorm, whose ranks together compute what one process computes.
 class DividedBatchTest : public testing::TestWithParam<std::string> {};
 
@@ -285,6 +306,31 @@ TEST(SaveExported, WritesTheSameProgramWithTrainedWeights) {
       EXPECT_TRUE(std::ranges::equal(after.record(record), before.record(record))) << record;
     }
   }
+}
+
+// A file of several programs has a tensor of its own for each.
+TEST(SaveExported, WritesOneProgramOrAllThatHaveTheName) {
+  const std::string path = test::kExportedData + "two_programs.pt2";
+  const test::ScratchFolder folder;
+  const auto bias_in = [](const std::string& file, const char* program) {
+    return load_exported(file, {.program = program})->named_parameters()["encoder.bias"].detach().clone();
+  };
+  const at::Tensor before = bias_in(path, "model");
+  EXPECT_TRUE(bias_in(path, "encode").equal(before));
+  const at::Tensor after = torch::full({4}, 2.5);
+  save_exported(folder / "all.pt2", path, {{"encoder.bias", after}});
+  EXPECT_TRUE(bias_in(folder / "all.pt2", "model").equal(after));
+  EXPECT_TRUE(bias_in(folder / "all.pt2", "encode").equal(after));
+  save_exported(folder / "one.pt2", path, {{"encoder.bias", after}}, "encode");
+  EXPECT_TRUE(bias_in(folder / "one.pt2", "model").equal(before));
+  EXPECT_TRUE(bias_in(folder / "one.pt2", "encode").equal(after));
+  EXPECT_THAT(
+      [&] {
+        save_exported(folder / "none.pt2", path, {{"head.bias", torch::zeros({2})}}, "encode");
+      },
+      ThrowsMessage<UsageError>(HasSubstr("\"head.bias\" is no parameter or persistent buffer")));
+  EXPECT_THAT([&] { save_exported(folder / "none.pt2", path, {}, "other"); },
+              ThrowsMessage<IoError>(HasSubstr("no program \"other\"; it has encode, model")));
 }
 
 TEST(SaveExported, RefusesWhatTheFileDoesNotHave) {

@@ -77,19 +77,6 @@ ordered_json tensor_kinds(const StoredTensors& tensors) {
   return result;
 }
 
-// Returns the names whose tensor is that of an earlier name, each with the earlier name.
-ordered_json tied_of(const StoredTensors& tensors) {
-  ordered_json result = ordered_json::object();
-  for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
-    for (auto first = tensors.begin(); first != tensor; ++first) {
-      if (!first->second.is_same(tensor->second)) continue;
-      result[tensor->first] = first->first;
-      break;
-    }
-  }
-  return result;
-}
-
 ordered_json program_report(const exported::Archive& archive, const std::string& name, const InspectOptions& options) {
   const nlohmann::json program = archive.program(name);
   const StoredTensors tensors = archive.weights(name);
@@ -97,8 +84,7 @@ ordered_json program_report(const exported::Archive& archive, const std::string&
   try {
     count_operators(program.at("graph_module").at("graph"), counts);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(
-        cat("the program \"", name, "\": ", shown_text(error.what()), "; the file is damaged, export the model again"));
+    archive.fail(cat("the program \"", name, "\": ", shown_text(error.what()), exported::kDamaged));
   }
   ordered_json report = {{"program", name},
                          {"torch", program.value("torch_version", std::string())},
@@ -113,7 +99,7 @@ ordered_json program_report(const exported::Archive& archive, const std::string&
   }
   report["tensors"] = tensors.size();
   report["kinds"] = tensor_kinds(tensors);
-  report["tied"] = tied_of(tensors);
+  report["tied"] = exported::tied_names(tensors);
   report["operators"] = ordered_json::array();
   for (const auto& [op, calls] : counts) {
     report["operators"].push_back({{"name", op}, {"calls", calls}, {"registered", is_registered(op)}});

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "core/json/json_depth.h"
+
 namespace ds {
 namespace {
 
@@ -55,6 +57,19 @@ TEST(JsonConvert, ListsAndOptionals) {
   std::optional<int64_t> value = 3;
   EXPECT_TRUE(convert(ordered_json(nullptr), value));
   EXPECT_FALSE(value.has_value());
+}
+
+TEST(JsonDepth, CountsBracketsOutsideOfTexts) {
+  const auto nested = [](int depth, const std::string& inside) {
+    return std::string(depth, '[') + inside + std::string(depth, ']');
+  };
+  EXPECT_FALSE(is_deep_json(nested(kDeepestJson, "1")));
+  EXPECT_TRUE(is_deep_json(nested(kDeepestJson + 1, "")));
+  EXPECT_TRUE(is_deep_json(std::string(1'000'000, '{')));
+  EXPECT_FALSE(is_deep_json("[\"\\\"" + std::string(1000, '[') + "\"]"));
+  EXPECT_TRUE(parse_shallow_json<ordered_json>(nested(kDeepestJson + 1, "")).is_discarded());
+  EXPECT_TRUE(parse_shallow_json<ordered_json>("[1").is_discarded());
+  EXPECT_EQ(parse_shallow_json<ordered_json>("[1, {}]").size(), 2U);
 }
 
 TEST(JsonConvert, MessagesShortenLongValues) {
