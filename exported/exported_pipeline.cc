@@ -215,7 +215,7 @@ struct ExportedPipeline::Source {
       for (const LiftedTensor* const one : tensors) {
         for (const LiftedTensor* const other : tensors) {
           const bool tied = one->kind == LiftedTensor::Kind::kParameter && other->kind == one->kind &&
-                            weights.at(other->name).is_same(weights.at(one->name));
+                            weights.at(other->name).place() == weights.at(one->name).place();
           if (tied || other == one) names[one->name].push_back(other->name);
         }
       }

@@ -166,7 +166,7 @@ TEST(PipelineTensor, CopiesAndNodesOfDataRanksTrainAsOneProcess) {
   const std::vector<Copies> kinds = {
       {"mics_shard_size", 1}, {"mics_shard_size", 2}, {"mics_shard_size", 3}, {"zero_hpz_partition_size", 3}};
   const SplitJob plain{.data = 4, .tied = true, .steps = 3};
-  const Curve wanted = plainly(plain);
+  const Curve wanted = plain_curve(plain);
   for (const auto& [copies, schedule] :
        test::grid_sample(1, kinds, std::vector<std::string>{"1f1b", "interleaved", "zb_h1", "zbv"})) {
     SCOPED_TRACE(testing::Message() << copies.key << " at stage " << copies.stage << ", " << schedule);
@@ -180,7 +180,7 @@ TEST(PipelineTensor, CopiesAndNodesOfDataRanksTrainAsOneProcess) {
 
 TEST(PipelineTensor, AScheduleOfOnesOwnTrainsAsOneProcess) {
   const test::ScratchFolder folder;
-  const Curve wanted = plainly({.tied = true, .steps = 3});
+  const Curve wanted = plain_curve({.tied = true, .steps = 3});
   const auto expect_of_file = [&](const std::string& actions, int stage, bool sequence) {
     const std::string path = folder / "mine.csv";
     std::ofstream(path) << actions;
@@ -197,7 +197,7 @@ TEST(PipelineTensor, AnOptimizerOfTheProgramTrainsAsOneProcess) {
   for (const auto& [stage, tied] : test::grid_sample(1, std::vector{0, 1, 2, 3}, std::vector{false, true})) {
     SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
     SplitJob job{.stage = stage, .tied = tied, .steps = 3};
-    const Curve wanted = plainly(job);
+    const Curve wanted = plain_curve(job);
     job.more = {{"optimizer", {{"type", "SGD"}}}};  // .make_optimizer takes its place
     job.make_optimizer = [](torch::nn::Module& model) {
       return std::make_shared<torch::optim::AdamW>(model.parameters(),
