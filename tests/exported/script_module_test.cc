@@ -23,7 +23,7 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr int kSteps = 6;
+constexpr int kScriptSteps = 6;
 
 torch::jit::Module layer(int64_t in, int64_t out, double start) {
   torch::jit::Module module("Layer");
@@ -61,7 +61,7 @@ std::vector<double> train_alone(torch::jit::Module module) {
   for (const at::Tensor& parameter : module.parameters()) parameters.push_back(parameter);
   torch::optim::SGD optimizer(parameters, 0.1);
   std::vector<double> losses;
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kScriptSteps; ++step) {
     optimizer.zero_grad();
     const at::Tensor loss = loss_of(module.forward({inputs_of(step)}).toTensor());
     loss.backward();
@@ -101,7 +101,7 @@ TEST(ScriptModule, TrainsAtEveryStageAndIsSaved) {
                                        {"zero_optimization", {{"stage", stage}}}};
       if (stage == 3) config["zero_optimization"]["stage3_release_always"] = true;
       const auto parts = engine::initialize({.model = model, .config = config, .communicator = test::borrowed(ranks)});
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kScriptSteps; ++step) {
         const at::Tensor loss = loss_of(model->forward(inputs_of(step).chunk(2)[ranks.rank()]));
         parts.engine->backward(loss);
         parts.engine->step();
