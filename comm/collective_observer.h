@@ -29,8 +29,14 @@ class CollectiveObserver {
   virtual Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) = 0;
 
   // Runs around the making of a group, for which all ranks of `group` meet: `make` is called once, with what it throws
-  // passed on. `meeting` is a barrier that names the new group.
-  virtual void observe_making(int /*group*/, Collective& /*meeting*/, c10::function_ref<void()> make) { make(); }
+  // passed on. `meeting` is a barrier that names the new group; it is observed as one, unless this is overridden.
+  virtual void observe_making(int group, Collective& meeting, c10::function_ref<void()> make) {
+    const auto launch = [&] {
+      make();
+      return Work();
+    };
+    observe(group, meeting, launch).wait();
+  }
 
   // Returns the text with which all operations are to end, those under way too; empty: there is no such verdict.
   virtual std::string verdict() const { return {}; }

@@ -70,6 +70,8 @@ class CommsLog::Observer final : public comm::CollectiveObserver {
   Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) override {
     return log_->observe(group, collective, launch);
   }
+  // No operation of the program's.
+  void observe_making(int /*group*/, Collective& /*meeting*/, c10::function_ref<void()> make) override { make(); }
   void phase(const char* /*name*/, int64_t step, int64_t /*micro_step*/) override { log_->step_begins(step); }
 
  private:

@@ -185,14 +185,6 @@ Work FlightRecorder::observe(int group, Collective& collective, c10::function_re
   }
 }
 
-void FlightRecorder::observe_making(int group, Collective& meeting, c10::function_ref<void()> make) {
-  const auto launch = [&] {
-    make();
-    return Work();
-  };
-  observe(group, meeting, launch).wait();
-}
-
 FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   const std::lock_guard lock(mutex_);
   require<CommError>(doom_.empty(), doom_);

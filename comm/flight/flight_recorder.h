@@ -53,8 +53,6 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
 
   // Calls begin(), and follow() or failed(), around the operation.
   Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) override;
-  // Does so around the barrier, with its wait.
-  void observe_making(int group, Collective& meeting, c10::function_ref<void()> make) override;
   // Records that an operation begins. Throws CommError after doom().
   Ticket begin(int group, const Collective& collective);
   // Notes that an operation has failed; sleeps a moment, the first time.
