@@ -159,6 +159,43 @@ TEST(ReplicaWatch, NamesTheOneRankThatDiffersAndStopsTheRun) {
   });
 }
 
+// Optimizers, precisions and copies, in a comparison after each step.
+TEST(ReplicaWatch, ReplicasOfRightRunsAreAlike) {
+  constexpr int64_t kSteps = 40;
+  struct Layout {
+    WatchCase of;
+    std::string optimizer = "AdamW";
+  };
+  for (const Layout& layout : std::vector<Layout>{{{0, 2, ""}},
+                                                  {{0, 3, "bf16"}},
+                                                  {{0, 2, "fp16"}},
+                                                  {{0, 2, ""}, "Lamb"},
+                                                  {{0, 2, ""}, "Muon"},
+                                                  {{0, 2, "bf16"}, "OneBitAdam"},
+                                                  {{0, 2, ""}, "OneBitLamb"},
+                                                  {{2, 2, "bf16"}},
+                                                  {{1, 4, "", true}},
+                                                  {{3, 4, "bf16", true}}}) {
+    const auto [stage, world, precision, copies] = layout.of;
+    SCOPED_TRACE(cat("stage ", stage, ", ranks ", world, ", ", precision, ", ", layout.optimizer, copies));
+    ordered_json config = watched(stage, precision);
+    config["optimizer"] = {{"type", layout.optimizer}, {"params", {{"lr", 0.005}}}};
+    if (layout.optimizer.starts_with("OneBit")) config["optimizer"]["params"]["freeze_step"] = kSteps / 4;
+    config["zero_allow_untested_optimizer"] = true;
+    if (copies) config["zero_optimization"]["mics_shard_size"] = 2;
+    run_ranks(world, [&](comm::Communicator& ranks) {
+      NetWithTable model;
+      const auto engine =
+          initialize({.model = model.ptr(), .config = config, .ema = {.decay = 0.9}, .communicator = borrowed(ranks)})
+              .engine;
+      make_steps(*engine, model, 0, kSteps / 2);
+      model->net->norm->weight.set_requires_grad(false);
+      make_steps(*engine, model, kSteps / 2, kSteps);
+      EXPECT_EQ(engine->global_steps(), kSteps);
+    });
+  }
+}
+
 TEST(ReplicaWatch, ZeroComparesNothing) {
   run_ranks(2, [](comm::Communicator& ranks) {
     NetWithTable model;
