@@ -242,7 +242,7 @@ StoredTensor Archive::tensor(const std::string& name, const nlohmann::json& conf
     result.dtype = scalar_type_of(meta.at("dtype").get<int64_t>());
     layout_of(meta.at("layout").get<int64_t>());
   } catch (const IoError& error) {
-    check(false, "has ", error.what());
+    check(false, "cannot be read: ", error.what());
   }
   const auto negative = [](int64_t number) { return number < 0; };
   check(result.sizes.size() == result.strides.size() && result.offset >= 0 &&
