@@ -68,4 +68,22 @@ class SlicedParameters {
     bool whole() const { return !slice.defined(); }
   };
 
+  void find_moved();
+  void make_room(int64_t elements);
+  void slice(Entry& entry);
+  void gather(Entry& entry);
+  void add_live(int64_t elements);
+  void drop(size_t entry);
+
+  std::shared_ptr<comm::Communicator> ranks_;
+  InitOptions options_;
+  std::vector<std::unique_ptr<Entry>> entries_;  // in the order in which they became parameters: the same on all ranks
+  std::unordered_map<const void*, Entry*> by_storage_;
+  int64_t adopted_ = 0;
+  uint64_t uses_ = 0;
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+  bool failed_ = false;
+};
+
 }  // namespace ds::zero
