@@ -273,9 +273,8 @@ void require_exported_dtypes(const torch::nn::Module& model, const config::DsCon
   if (!config.bf16.enabled && !config.fp16.enabled) return;
   for (const auto& module : model.modules()) {
     const auto check = [&](const auto* exported) {
-      if (exported == nullptr) return;
-      if (config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
-      if (config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
+      if (exported && config.bf16.enabled) exported->require_dtype(at::kBFloat16, "bf16.enabled");
+      if (exported && config.fp16.enabled) exported->require_dtype(at::kHalf, "fp16.enabled");
     };
     check(dynamic_cast<const ExportedModule*>(module.get()));
     check(dynamic_cast<const ExportedPipeline*>(module.get()));
@@ -331,9 +330,8 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options, const P
   impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
-    const int64_t samples = options.training_data.size();
-    impl.sampler = parity ? parity->sampler(config, impl.sampler_place(), samples)
-                          : make_sampler(config, impl.sampler_place(), samples);
+    impl.sampler = parity ? parity->sampler(config, impl.sampler_place(), options.training_data.size())
+                          : make_sampler(config, impl.sampler_place(), options.training_data.size());
     impl.loader = std::make_shared<DataLoader>(options.training_data, impl.sampler, model.ranks.device);
   }
 }
@@ -405,9 +403,8 @@ void build_steps(Engine::Impl& impl) {
   impl.shown.emplace(impl.state);
 }
 
-// `parity`: the run of `ds-launch parity` that the engine is made for; null: none.
-Initialized put_together(const InitializeOptions& given, const ParityRun* parity) {
-  InitializeOptions options = given;  // .make_optimizer gives the optimizer
+// `parity`: the run of `ds-launch parity` that the engine is made for; null: none. .make_optimizer gives the optimizer.
+Initialized put_together(InitializeOptions options, const ParityRun* parity) {
   hide_error_stacks();
   let_writes_fail({SIGXFSZ});
   note_joined();  // also where the program brings its own group

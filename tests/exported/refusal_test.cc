@@ -40,10 +40,10 @@ std::string zip_of(const std::map<std::string, std::string>& records) {
   std::string file;
   std::string directory;
   for (const auto& [name, bytes] : records) {
-    const std::string sizes = little(0, 4) + little(bytes.size(), 4) + little(bytes.size(), 4) +
-                              little(name.size(), 2) + little(0, 2);
-    directory += "PK\1\2" + little(20, 2) + little(20, 2) + little(0, 8) + sizes + little(0, 10) +
-                 little(file.size(), 4) + name;
+    const std::string sizes =
+        little(0, 4) + little(bytes.size(), 4) + little(bytes.size(), 4) + little(name.size(), 2) + little(0, 2);
+    directory +=
+        "PK\1\2" + little(20, 2) + little(20, 2) + little(0, 8) + sizes + little(0, 10) + little(file.size(), 4) + name;
     file += "PK\3\4" + little(20, 2) + little(0, 8) + sizes + name + bytes;
   }
   const std::string counts = little(records.size(), 2) + little(records.size(), 2);
@@ -108,12 +108,14 @@ TEST(ExportedRefusal, OtherWritersAreNamed) {
   EXPECT_EQ(old.said(), "written by torch 2.7 or older; export the model again with torch 2.9 or newer");
   EditedFile before("mlp");
   before.rename(kWeights, "data/weights/model.pt");
-  EXPECT_EQ(before.said(),
-            "its weights are one file of torch.save, as torch 2.8 writes them; export the model again with torch 2.9 or "
-            "newer");
+  EXPECT_EQ(
+      before.said(),
+      "its weights are one file of torch.save, as torch 2.8 writes them; export the model again with torch 2.9 or "
+      "newer");
   EditedFile format("mlp");
   format["archive_format"] = "pt3";
-  EXPECT_THAT(format.said(), StartsWith("its format is \"pt3\", expected \"pt2\"; write it in Python by torch.export.save("));
+  EXPECT_THAT(format.said(),
+              StartsWith("its format is \"pt3\", expected \"pt2\"; write it in Python by torch.export.save("));
   EditedFile order("mlp");
   order["byteorder"] = "big";
   EXPECT_EQ(order.said(), "written with byte order \"big\", expected \"little\"");
@@ -152,7 +154,8 @@ TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
       {"mlp", kWeights, "/config/body.0.bias/tensor_meta/dtype", 99,
        "tensor \"body.0.bias\" cannot be read: dtype 99 of the schema is not known; expected 1 to 13 or 28 to 35"},
       {"mlp", kWeights, "/config/body.0.bias/tensor_meta/layout", 1,
-       "tensor \"body.0.bias\" cannot be read: layout 1 of the schema: only strided tensors (7) can be trained; make the tensor dense "
+       "tensor \"body.0.bias\" cannot be read: layout 1 of the schema: only strided tensors (7) can be trained; make "
+       "the tensor dense "
        "in Python (to_dense())"},
       {"mlp", kWeights, "/config/body.0.bias/tensor_meta/sizes/0/as_int", -1,
        "tensor \"body.0.bias\" has sizes -1, strides 1 and offset 0" + kAgain},
@@ -166,11 +169,17 @@ TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
       {"mlp", kProgram, "/graph_module/graph/nodes/0/outputs/0/as_tensor/name", "x",
        linear + "the value \"x\" is made twice" + kAgain},
       {"mlp", kProgram, "/graph_module/graph/nodes/0/inputs/1/name", "wait", linear + "argument \"weight\" is missing"},
-      {"mlp", kProgram, "/graph_module/graph/nodes/1/inputs/0/arg", {{"as_nothing", 1}},
+      {"mlp",
+       kProgram,
+       "/graph_module/graph/nodes/1/inputs/0/arg",
+       {{"as_nothing", 1}},
        relu + "an argument of the kind \"as_nothing\" cannot be run"},
       {"mlp", kProgram, "/graph_module/graph/nodes/1/inputs/0/arg", json::object(),
        relu + "an argument has to be an object with one kind, found {}"},
-      {"mlp", kProgram, "/graph_module/graph/nodes/1/outputs/0", {{"as_custom_obj", {{"x", 1}}}},
+      {"mlp",
+       kProgram,
+       "/graph_module/graph/nodes/1/outputs/0",
+       {{"as_custom_obj", {{"x", 1}}}},
        relu + "an output of the kind \"as_custom_obj\" cannot be kept"},
       {"mlp", kProgram, "/graph_module/graph/nodes/1/target", "torch.ops.relu",
        "node \"relu\" (relu, in module \"body.1\"): expected an operator as \"aten.add.Tensor\""},
@@ -178,27 +187,46 @@ TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
        "node \"dropout\" (aten.dropout.default, in module \"body.2\"): the number \"much\" is none"},
       {"pieces", kProgram, "/graph_module/graph/nodes/18/target", "math.lgamma",
        "node \"mul_3\" (math.lgamma): this function of sizes is not known; known are "},
-      {"pieces", kProgram, "/graph_module/graph/nodes/5/inputs/1/arg", {{"as_bool", true}},
+      {"pieces",
+       kProgram,
+       "/graph_module/graph/nodes/5/inputs/1/arg",
+       {{"as_bool", true}},
        "argument 1 has to be a graph"},
       {"pieces", kProgram, "/graph_module/graph/nodes/37/inputs/1/arg/as_scalar_type", 99,
        "node \"to\" (aten.to.dtype): dtype 99 of the schema is not known; expected 1 to 13 or 28 to 35"},
       // Inputs and outputs of the program.
-      {"mlp", kProgram, "/graph_module/signature/input_specs/0", {{"token", {{"arg", {{"name", "t"}}}}}},
-       "an input of the kind {\"token\":{\"arg\":{\"name\":\"t\"}}} cannot be trained: script objects and effect tokens "
+      {"mlp",
+       kProgram,
+       "/graph_module/signature/input_specs/0",
+       {{"token", {{"arg", {{"name", "t"}}}}}},
+       "an input of the kind {\"token\":{\"arg\":{\"name\":\"t\"}}} cannot be trained: script objects and effect "
+       "tokens "
        "have no meaning in C++; write the model without them in Python"},
-      {"mlp", kProgram, "/graph_module/signature/input_specs/6/user_input/arg", {{"as_sym_int", {{"as_name", "x"}}}},
+      {"mlp",
+       kProgram,
+       "/graph_module/signature/input_specs/6/user_input/arg",
+       {{"as_sym_int", {{"as_name", "x"}}}},
        "an input of forward is {\"as_sym_int\":{\"as_name\":\"x\"}}, a dynamic number; make it a tensor in Python, or "
        "export it as a constant"},
       {"mlp", kProgram, "/graph_module/signature/input_specs/0", nullptr,
        "its graph has 7 inputs, its signature 6" + kAgain},
       {"mlp", kProgram, "/graph_module/signature/output_specs", json::array(),
        "its graph has 1 outputs, its signature 0" + kAgain},
-      {"mlp", kProgram, "/graph_module/signature/output_specs/0", {{"loss_output", 1}},
-       "an output of the kind {\"loss_output\":1} cannot be trained; export the model itself, not a graph with its backward "
+      {"mlp",
+       kProgram,
+       "/graph_module/signature/output_specs/0",
+       {{"loss_output", 1}},
+       "an output of the kind {\"loss_output\":1} cannot be trained; export the model itself, not a graph with its "
+       "backward "
        "pass, and do not change parameters in forward"},
-      {"mlp", kProgram, "/graph_module/signature/output_specs/0", {{"buffer_mutation", {{"buffer_name", "b"}}}},
+      {"mlp",
+       kProgram,
+       "/graph_module/signature/output_specs/0",
+       {{"buffer_mutation", {{"buffer_name", "b"}}}},
        "the buffer \"b\" that the program changes is none of its own" + kAgain},
-      {"mlp", kProgram, "/graph_module/signature/output_specs/0",
+      {"mlp",
+       kProgram,
+       "/graph_module/signature/output_specs/0",
        {{"user_input_mutation", {{"user_input_name", "b"}}}},
        "the input \"b\" that the program changes is none of its own" + kAgain},
   };
