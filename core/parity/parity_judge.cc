@@ -16,6 +16,10 @@ namespace {
 
 // The largest relative distance of a ratio from the number that explains it.
 constexpr double kSameRatio = 0.02;
+// The largest part of a tensor's norm that may be left when it is told as such a multiple of another.
+constexpr double kSameDirection = 0.05;
+// The fewest micro-batches whose losses, all of them smaller, are no chance.
+constexpr size_t kLeastSmaller = 4;
 
 std::string three_digits(double number) {
   std::array<char, 32> text{};
@@ -62,6 +66,13 @@ std::string ratio_text(double ratio, const RecordedLayout& layout) {
   return cat(three_digits(ratio), " times", known.empty() ? std::string() : cat(" (", known, ")"));
 }
 
+// Whether a tensor is a multiple of the other. By a ratio that nothing explains it is one to the rounding, `bound`:
+// else the mean over some of the ranks would pass for it, since batches of one data set have like gradients.
+bool is_multiple(const PairSums& sums, const RecordedLayout& layout, double bound) {
+  const bool known = std::abs(sums.ratio()) < kSameRatio || !explained(sums.ratio(), layout).empty();
+  return sums.rest() <= (known ? kSameDirection : std::min(bound, kSameDirection));
+}
+
 bool near(double a, double b, double bound) { return relative_difference(a, b) <= bound; }
 
 bool all_near(const std::vector<double>& a, const std::vector<double>& b, double bound) {
@@ -82,7 +93,7 @@ bool all_smaller(const std::vector<std::vector<double>>& of_ranks, const std::ve
       most = std::max(most, ratio);
     }
   }
-  return most < 1 && least < most * (1 - kSameRatio);
+  return expected.size() >= kLeastSmaller && most < 1 && least < most * (1 - kSameRatio);
 }
 
 class Judge {
@@ -101,7 +112,7 @@ class Judge {
   std::string norm(size_t step) const;
   std::string updates(size_t step) const;
   std::string cause_of_loss(size_t step) const;
-  std::string cause_of_gradients(const PairSums& sums, bool some) const;
+  std::string cause_of_gradients(const PairSums& sums, bool multiple, bool some) const;
 
   const RecordedRun& run_;
   const RecordedRun& reference_;
@@ -182,21 +193,22 @@ std::string Judge::gradients(size_t step) {
   }
   if (first == nullptr) return {};
   const PairSums& sums = first->sums;
+  const bool multiple = is_multiple(sums, run_.layout, bound(step).gradient);
   return cat("step ", step, ": the gradient of ", first->name,
              differing == 1 ? std::string() : cat(" (and of ", differing - 1, " more of ", gradients_.size(), ")"),
              " is ",
-             sums.is_multiple() ? ratio_text(sums.ratio(), run_.layout)
-                                : cat("another one, of norm ", three_digits(std::sqrt(sums.found)), " in place of ",
-                                      three_digits(std::sqrt(sums.expected))),
-             sums.is_multiple() ? " what it should be" : "",
-             ". Likely: ", cause_of_gradients(sums, differing < gradients_.size()));
+             multiple ? ratio_text(sums.ratio(), run_.layout)
+                      : cat("another one, of norm ", three_digits(std::sqrt(sums.found)), " in place of ",
+                            three_digits(std::sqrt(sums.expected))),
+             multiple ? " what it should be" : "",
+             ". Likely: ", cause_of_gradients(sums, multiple, differing < gradients_.size()));
 }
 
-std::string Judge::cause_of_gradients(const PairSums& sums, bool some) const {
+std::string Judge::cause_of_gradients(const PairSums& sums, bool multiple, bool some) const {
   const auto ranks = static_cast<double>(run_.layout.data_ranks);
   const auto accumulation = static_cast<double>(run_.layout.accumulation);
   const auto is = [&](double number) { return std::abs(sums.ratio() - number) <= kSameRatio * number; };
-  if (!sums.is_multiple()) {
+  if (!multiple) {
     return cat("the losses agree, so the sum over ranks is wrong: the reduction of this gradient is missing (a hook ",
                "that leaves the parameter out, a parameter that another rank does not use), or goes over the wrong ",
                "ranks", some ? " (parameters of experts that are averaged over a group that is not theirs)" : "");
@@ -237,9 +249,10 @@ std::string Judge::updates(size_t step) const {
     if (one.relative <= bound(step).update) continue;
     const PairSums& sums = one.sums;
     return cat("step ", step, ": the gradients agree, and the update of ", one.name, " is ",
-               sums.is_multiple() ? cat(ratio_text(sums.ratio(), run_.layout), " what it should be")
-                                  : cat("another one, of norm ", three_digits(std::sqrt(sums.found)), " in place of ",
-                                        three_digits(std::sqrt(sums.expected))),
+               is_multiple(sums, run_.layout, bound(step).update)
+                   ? cat(ratio_text(sums.ratio(), run_.layout), " what it should be")
+                   : cat("another one, of norm ", three_digits(std::sqrt(sums.found)), " in place of ",
+                         three_digits(std::sqrt(sums.expected))),
                ". Likely: an optimizer state or a step count that was not loaded, a learning rate or weight decay ",
                "that differs between ranks, or clipping by another norm");
   }

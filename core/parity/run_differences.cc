@@ -11,8 +11,6 @@
 namespace ds {
 namespace {
 
-// The largest part of a tensor's norm that may be left when it is explained as a multiple of another.
-constexpr double kSameDirection = 0.05;
 // A gradient whose norm is a smaller part of the parameter's share in the norm of the model is rounding.
 constexpr double kSmallGradient = 1e-3;
 // The relative rounding of a float32 weight that is allowed.
@@ -46,11 +44,10 @@ WholeModel whole_model(const RecordedTensors& tensors, const std::string& kind) 
 
 }  // namespace
 
-bool PairSums::is_multiple() const {
-  if (expected == 0) return false;
-  if (found == 0) return true;
-  const double rest = found - both * both / expected;
-  return rest <= kSameDirection * kSameDirection * found;
+double PairSums::rest() const {
+  if (found == 0 && expected > 0) return 0;
+  if (expected == 0 || !std::isfinite(difference)) return 1;
+  return std::sqrt(std::max(0.0, 1 - both * both / expected / found));
 }
 
 std::vector<double> joined(const std::vector<std::vector<double>>& lists) {

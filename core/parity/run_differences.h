@@ -23,8 +23,9 @@ struct PairSums {
     difference += (a - b) * (a - b);
   }
   double ratio() const { return expected > 0 ? both / expected : 0; }
-  // Whether one is a multiple of the other.
-  bool is_multiple() const;
+  // What is left of `found`, relative to its norm, when its part in the direction of the other is taken away: 0 for a
+  // multiple of it, 1 where nothing was expected.
+  double rest() const;
 };
 
 // How far one parameter is from that of the other run.

@@ -177,8 +177,11 @@ std::shared_ptr<BatchSampler> ParityRun::sampler(const config::DsConfig& config,
 }
 
 int64_t place_in_step(const RecordedLayout& layout, ParityRun::Order order, int64_t data_rank, int64_t micro_batch) {
-  if (order == ParityRun::Order::kOwn) return micro_batch * layout.data_ranks + data_rank;
-  return layout.data_ranks * layout.accumulation - 1 - (data_rank * layout.accumulation + micro_batch);
+  const int64_t other_rank = layout.data_ranks - 1 - data_rank;
+  const bool is_own = order == ParityRun::Order::kOwn;
+  if (!is_own && layout.accumulation == 1) return other_rank;
+  if (is_own || micro_batch == 0) return micro_batch * layout.data_ranks + data_rank;
+  return (layout.accumulation - micro_batch) * layout.data_ranks + other_rank;
 }
 
 }  // namespace ds::engine

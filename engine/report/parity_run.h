@@ -47,8 +47,10 @@ struct ParityRun {
                                         int64_t dataset_size) const;
 };
 
-// Returns the place, among all micro-batches of a step of `layout`, of number `micro_batch` of a data-parallel rank: in
-// the first run those of the ranks come in turn, in another order all those of the last rank first.
+// Returns the place, among all micro-batches of a step of `layout`, where those of the ranks come in turn, of the one
+// that a data-parallel rank takes as number `micro_batch`. In another order that is its own first one, for which a
+// program may draw more or less than for others; then those of the rank that is as far from the last as it is from the
+// first, the last one first. Of one micro-batch in a step it takes that rank's.
 int64_t place_in_step(const RecordedLayout& layout, ParityRun::Order order, int64_t data_rank, int64_t micro_batch);
 
 }  // namespace ds::engine

@@ -252,11 +252,11 @@ TEST(ParityCheck, OneRankTakesTheBatchesOfTheRanksInTurn) {
         batches.push_back(second->next_batch());
       }
       for (const auto& batch : batches) EXPECT_EQ(one->next_batch(), batch);
+      EXPECT_EQ(other->next_batch(), batches[0]);
       EXPECT_EQ(other->next_batch(), batches[3]);
-      EXPECT_EQ(other->next_batch(), batches[2]);
       for (auto& batch : batches) std::reverse(batch.begin(), batch.end());
       EXPECT_EQ(reversed->next_batch(), batches[1]);
-      EXPECT_EQ(reversed->next_batch(), batches[0]);
+      EXPECT_EQ(reversed->next_batch(), batches[2]);
     }
     for (const auto& each : {first, second, one, other, reversed}) EXPECT_TRUE(each->next_batch().empty());
   }
