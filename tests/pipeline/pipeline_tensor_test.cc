@@ -198,7 +198,7 @@ TEST(PipelineTensor, AnOptimizerOfTheProgramTrainsAsOneProcess) {
     SCOPED_TRACE(testing::Message() << "stage " << stage << ", tied " << tied);
     SplitJob job{.stage = stage, .tied = tied, .steps = 3};
     const Curve wanted = plain_curve(job);
-    job.more = {{"optimizer", {{"type", "SGD"}}}};  // .make_optimizer takes its place
+    job.more = {{"optimizer", {{"params", {{"lr", 1}}}}}};  // .make_optimizer takes its place
     job.make_optimizer = [](torch::nn::Module& model) {
       return std::make_shared<torch::optim::AdamW>(model.parameters(),
                                                    torch::optim::AdamWOptions(2e-3).weight_decay(0.01));

@@ -61,7 +61,7 @@ TEST(Spawn, TheLaunchersRanksAreKnownBeforeTheyMeet) {
   EXPECT_THAT(run("launched", "RANK=2 WORLD_SIZE=5 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500").out,
               HasSubstr("5 ranks\n"));
   const std::string jsrun =
-      "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=6 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6 ";
+      "LSB_JOBID=7 JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=6 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6 ";
   EXPECT_THAT(run("launched", jsrun).out, HasSubstr("6 ranks\n"));
   EXPECT_THAT(run("launched", jsrun + "WORLD_SIZE=4").out, HasSubstr("error: environment: WORLD_SIZE=4, but "));
 }
