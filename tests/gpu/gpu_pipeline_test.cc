@@ -117,21 +117,17 @@ TEST(GpuPipelineSkips, WhereOneStageHasNoGradientsOfItsOwnOnTheHost) {
 struct AxesCell {
   std::string name;
   SplitJob job;
-  double tolerance = 1e-4;  // of losses
 };
 
 // Pipe 2 x tensor 2 with one data-parallel rank and with two.
 std::vector<AxesCell> axes_cells() {
   std::vector<AxesCell> cells = {
       {"OneForwardOneBackwardRecomputed", {.stage = 1, .tied = true, .interval = 2, .sequence = true}},
-      {"DualPipeVStage3", {.stage = 3, .schedule = "dualpipev", .depth = 1}},
       {"PiecesStage1", {.stage = 1, .depth = 2}},
       {"Data2ZbvStage3", {.data = 2, .stage = 3, .schedule = "zbv", .tied = true, .sequence = true, .depth = 1}},
-      {"Data2ZbH1Stage2Fp16", {.data = 2, .stage = 2, .schedule = "zb_h1", .tied = true, .depth = 1}, 0.05},
   };
   for (AxesCell& cell : cells) cell.job.steps = 3;
-  cells[2].job.more["pipeline"] = {{"pipe_partitioned", true}, {"grad_partitioned", true}};
-  cells[4].job.more["fp16"] = {{"enabled", true}, {"initial_scale_power", 8}};
+  cells[1].job.more["pipeline"] = {{"pipe_partitioned", true}, {"grad_partitioned", true}};
   return cells;
 }
 
@@ -150,7 +146,7 @@ TEST_P(GpuAxes, TrainAsPlainTorchDoes) {
     for (size_t step = 0; step < wanted.losses.size(); ++step) {
       const at::Tensor loss =
           engine->train_batch([&] { return on_device(text_of(next++, engine->communicator().rank()), device); });
-      EXPECT_NEAR(loss.item<double>(), wanted.losses[step], GetParam().tolerance) << "step " << step;
+      EXPECT_NEAR(loss.item<double>(), wanted.losses[step], 1e-4) << "step " << step;
     }
     EXPECT_TRUE(engine->joined_operators().empty());
   });
@@ -187,7 +183,7 @@ TEST(GpuAxesWaits, NothingInABatchLetsTheHostWait) {
     int stage;
     const char* schedule;
   };
-  for (const WaitsCell& cell : std::vector<WaitsCell>{{1, 0, "1f1b"}, {1, 3, "zbv"}, {2, 2, "1f1b"}}) {
+  for (const WaitsCell& cell : std::vector<WaitsCell>{{1, 0, "1f1b"}, {2, 2, "zbv"}}) {
     SCOPED_TRACE(cat("data ", cell.data, ", stage ", cell.stage));
     SplitJob job{.data = cell.data, .stage = cell.stage, .schedule = cell.schedule, .tied = true, .depth = 1};
     job.more["bf16"]["enabled"] = true;

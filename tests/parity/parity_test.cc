@@ -93,7 +93,7 @@ TEST(Parity, StagesWithLayersOverATensorAxis) {
     nlohmann::json config = reference_config(stage, 1, 4 / data);
     config["tensor_parallel"] = {{"autotp_size", 2}};
     config["pipeline"] = {{"stages", 2}, {"schedule", schedule}};
-    expect_curve({.config = config, .ranks = 4 * data, .steps = whole ? 50 : 12}, {.global_batch = 4});
+    expect_curve({.config = config, .ranks = 4 * data, .steps = whole ? 50 : 6}, {.global_batch = 4});
   };
   expect_axes(1, "1f1b", 1);
   if (!whole) return;

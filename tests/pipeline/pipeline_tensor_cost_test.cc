@@ -17,6 +17,7 @@
 #include "profiling/comms_log.h"
 #include "profiling/tensor_memory.h"
 #include "tests/pipeline/split_job.h"
+#include "zero/partition.h"
 
 namespace ds::pipeline {
 namespace {
@@ -109,8 +110,11 @@ AxisBytes expected_bytes(const SplitJob& job, int rank, bool in_pieces) {
   if (job.data == 1) return bytes;
   const int64_t vocabulary = (kVocabulary + (rank % job.tensor == 0 ? job.tensor - 1 : 0)) / job.tensor;
   const int64_t columns = 2 * kWidth / job.tensor;
-  const int64_t parameters = vocabulary * kWidth + 2 * kWidth + 2 * columns * kWidth + columns + kWidth;
-  const int64_t half = parameters * 4 * (job.data - 1) / job.data;  // of an all-reduce
+  // Parts and what is whole have a bucket each, of whole slices.
+  const int64_t unit = zero::kAlignment * (job.stage == 0 ? 1 : job.data);
+  const auto padded = [&](int64_t elements) { return (elements + unit - 1) / unit * unit; };
+  const int64_t elements = padded(vocabulary * kWidth + 2 * columns * kWidth + columns) + padded(3 * kWidth);
+  const int64_t half = elements * 4 * (job.data - 1) / job.data;  // of an all-reduce
   // Stage 2 reduces in every backward.
   bytes.data = half * (job.stage == 2 ? kBatchesOfAStep + 1 : 2);
   return bytes;
@@ -148,6 +152,7 @@ struct FilledLinearImpl : torch::nn::LinearImpl {
   FilledLinearImpl(int64_t inputs, int64_t outputs, const std::string& name) : LinearImpl(inputs, outputs) {
     fill_by_name(*this, name);
   }
+  at::Tensor forward(const at::Tensor& x) { return LinearImpl::forward(x.to(weight.scalar_type())); }
 };
 TORCH_MODULE(FilledLinear);
 
