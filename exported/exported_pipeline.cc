@@ -1,6 +1,7 @@
 #include "dsengine/exported_pipeline.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -47,12 +48,13 @@ class SharedValues {
 
   const Values& of(const Tensors& inputs, bool training) {
     const bool same =
-        training == training_ && inputs.size() == inputs_.size() &&
+        is_known_ && training == training_ && inputs.size() == inputs_.size() &&
         std::equal(inputs.begin(), inputs.end(), inputs_.begin(), [](const at::Tensor& input, const WeakTensor& known) {
           return known.lock().get() == input.unsafeGetTensorImpl();
         });
-    if (same && !inputs.empty()) return values_;
+    if (same) return values_;
     values_ = run(program_, values_of(inputs), training);
+    is_known_ = !c10::InferenceMode::is_enabled();  // autograd would not save such values later
     training_ = training;
     inputs_.clear();
     for (const at::Tensor& input : inputs) inputs_.emplace_back(input.getIntrusivePtr());
@@ -61,6 +63,7 @@ class SharedValues {
 
  private:
   Program program_;
+  bool is_known_ = false;
   bool training_ = false;
   std::vector<WeakTensor> inputs_;  // of the values
   Values values_;
