@@ -4,6 +4,7 @@
 //   auto [engine, optimizer, loader, schedule] = ds::engine::initialize({.model = model, .config = "ds_config.json"});
 //   engine->backward(loss_of(model->forward(x)));
 //   ...
+//   engine->synchronize_parameters();
 //   model->script().save("trained.pt");
 //
 // TorchScript is deprecated in PyTorch: for a new model export it (dsengine/exported_model.h), which also checks

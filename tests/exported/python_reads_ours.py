@@ -143,7 +143,7 @@ def main():
     parser.add_argument("build")
     parser.add_argument("names", nargs="*", default=[*EXAMPLES, *MODELS])
     parser.add_argument("--inductor", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{EXAMPLE}/ds_config.json") as config, open(f"{folder}/ds_config.json", "w") as out:
