@@ -63,9 +63,10 @@ std::vector<CirclingMistake> circling_mistakes() {
            [](CirclingRank& rank) {
              rank.engine.world().new_group({0, 1}, "pair");
            }},
-          {"accumulates otherwise", "rank 0 is in step(), rank 1 in backward()",
+          {"accumulates otherwise", "rank 0 is in step(), rank 1 in the program (data, forward)",
            [](CirclingRank& rank) { rank.engine.set_gradient_accumulation_boundary(false); }},
-          {"has a pass more", "rank 0 is in step(), rank 1 in backward()", [](CirclingRank& rank) { rank.backward(); }},
+          {"has a pass more", "rank 0 is in step(), rank 1 in the program (data, forward)",
+           [](CirclingRank& rank) { rank.backward(); }},
           {"goes on after a pass that failed", "rank 0 is in backward(), rank 1 in the program (data, forward)",
            fail_in_a_pass}};
 }
