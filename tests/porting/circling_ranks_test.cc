@@ -10,6 +10,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/backends/factory.h"
@@ -62,10 +63,12 @@ std::vector<CirclingMistake> circling_mistakes() {
            [](CirclingRank& rank) {
              rank.engine.world().new_group({0, 1}, "pair");
            }},
-          {"accumulates otherwise", "rank 0 is in step(), rank 1 in backward()",
+          {"accumulates otherwise", "rank 0 is in step(), rank 1 in the program (data, forward)",
            [](CirclingRank& rank) { rank.engine.set_gradient_accumulation_boundary(false); }},
-          {"has a pass more", "rank 0 is in step(), rank 1 in backward()", [](CirclingRank& rank) { rank.backward(); }},
-          {"goes on after a pass that failed", "rank 1 waits in all_reduce 'start of backward'", fail_in_a_pass}};
+          {"has a pass more", "rank 0 is in step(), rank 1 in the program (data, forward)",
+           [](CirclingRank& rank) { rank.backward(); }},
+          {"goes on after a pass that failed", "rank 0 is in backward(), rank 1 in the program (data, forward)",
+           fail_in_a_pass}};
 }
 
 // Without a stall limit: nothing else ends ranks that wait.
@@ -73,7 +76,11 @@ void run_circling_rank(const c10::intrusive_ptr<c10d::Store>& store, int rank, c
                        const CirclingMistake& mistake) {
   const comm::Rendezvous meeting = comm::rendezvous(store, rank, 2, std::chrono::seconds(30));
   const std::shared_ptr<comm::Communicator> world = comm::make_communicator(meeting, c10::kCPU, comm::Backend::kShm);
-  comm::watch_flight(meeting, *world, {.stall_limit = std::chrono::milliseconds(0), .folder = folder + "/flight"});
+  comm::watch_flight(meeting, *world,
+                     {.stall_limit = std::chrono::milliseconds(0),
+                      .folder = folder + "/flight",
+                      .stacks = false,
+                      .end_process = false});
   SmallNet model;
   const auto engine = initialize({.model = model.ptr(), .config = small_config(3, 1), .communicator = world}).engine;
   CirclingRank own{*engine, model, folder + "/checkpoints"};
@@ -91,14 +98,18 @@ void run_circling_rank(const c10::intrusive_ptr<c10d::Store>& store, int rank, c
 }
 
 TEST(CirclingRanks, EndAtStage3AsSoonAsTheyWaitForEachOther) {
-  for (const CirclingMistake& mistake : circling_mistakes()) {
-    SCOPED_TRACE(mistake.name);
-    const test::ScratchFolder folder;
-    testing::on_store_threads(2, [&](const auto& store, int rank) {
-      const ::testing::ScopedTrace trace(__FILE__, __LINE__, mistake.name);
-      run_circling_rank(store, rank, folder / "", mistake);
+  const test::ScratchFolder folder;
+  const std::vector<CirclingMistake> mistakes = circling_mistakes();
+  std::vector<std::thread> jobs;  // beside each other, because they do little but wait
+  for (const CirclingMistake& mistake : mistakes) {
+    jobs.emplace_back([&] {
+      testing::on_store_threads(2, [&](const auto& store, int rank) {
+        const ::testing::ScopedTrace trace(__FILE__, __LINE__, mistake.name);
+        run_circling_rank(store, rank, folder / mistake.name, mistake);
+      });
     });
   }
+  for (std::thread& job : jobs) job.join();
 }
 
 }  // namespace

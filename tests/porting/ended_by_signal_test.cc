@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <csignal>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,6 +76,7 @@ DS_PROCESS_TEST(EndedBySignal, RanksSaveTogetherAndGoOnAsIfNothingHadBeen, 2) {
   test::set_launcher_environment(file);
   ASSERT_NE(std::signal(SIGTERM, note_signal), SIG_ERR);
   const std::string folder = ranks.folder();
+  std::filesystem::create_directories(folder + "/nvme");
   const std::vector<Config> layouts = {
       {{"stage", 0}},
       {{"stage", 2}, {"offload_optimizer", {{"device", "nvme"}, {"nvme_path", folder + "/nvme"}}}},

@@ -227,11 +227,13 @@ TEST(FlightRecorder, RecordsCommunicators) {
   std::vector<std::string> texts;
   for (const FlightEntry& entry : last.entries) texts.push_back(operation_text(entry, last.groups[entry.group]));
   EXPECT_THAT(texts, ElementsAre("all_reduce 'sum' (Float[6], sum, number 1 of group world)",
+                                 "barrier 'new_group pair' (number 2 of group world)",
                                  "broadcast 'weights' (Float[6], root 1, number 1 of group pair)",
-                                 "all_reduce 'dropped' (Float[2], max, number 2 of group world)",
-                                 "barrier 'end' (number 3 of group world)"));
-  EXPECT_EQ(last.entries[2].state, FlightState::kReleased);
-  EXPECT_THAT(operation_text(logs[1].entries[1], logs[1].groups[0]),
+                                 "all_reduce 'dropped' (Float[2], max, number 3 of group world)",
+                                 "barrier 'end' (number 4 of group world)"));
+  EXPECT_EQ(last.entries[1].state, FlightState::kFinished);
+  EXPECT_EQ(last.entries[3].state, FlightState::kReleased);
+  EXPECT_THAT(operation_text(logs[1].entries[2], logs[1].groups[0]),
               "recv (Float[6], from rank 0, message 1 of group world)");
 }
 
