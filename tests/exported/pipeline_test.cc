@@ -121,7 +121,7 @@ TEST(ExportedPipeline, TrainsAsInOnePieceAtEveryStage) {
   for (const auto& [zero_stage, schedule] :
        test::grid_sample(1, std::vector<int>{0, 1, 2, 3}, std::vector<std::string>{"1f1b", "zb_h1", "gpipe"})) {
     SCOPED_TRACE(cat("stage ", zero_stage, ", ", schedule));
-    PipelineRun run{.config = pipeline_config(golden, 2, zero_stage), .ranks = 4, .steps = 8};
+    PipelineRun run{.config = pipeline_config(golden, 2, zero_stage), .ranks = 4, .steps = 4};
     run.config["train_micro_batch_size_per_gpu"] = 2;
     run.config["pipeline"]["schedule"] = schedule;
     expect_losses(train(golden, run), golden.losses());
@@ -130,7 +130,7 @@ TEST(ExportedPipeline, TrainsAsInOnePieceAtEveryStage) {
 
 TEST(ExportedPipeline, OneStageIsTheModuleInOnePiece) {
   const GoldenModel golden("hf_llama");
-  PipelineRun run{.config = pipeline_config(golden, 1, 2), .ranks = 1};
+  PipelineRun run{.config = pipeline_config(golden, 1, 2), .ranks = 1, .steps = 8};
   expect_losses(train(golden, run), golden.losses());
 }
 
@@ -144,7 +144,7 @@ TEST(ExportedPipeline, InputsOfLaterStagesTravel) {
 
 TEST(ExportedPipeline, WithATensorAxis) {
   const GoldenModel golden("hf_llama");
-  PipelineRun run{.config = pipeline_config(golden, 2, 1), .ranks = 4};
+  PipelineRun run{.config = pipeline_config(golden, 2, 1), .ranks = 4, .steps = 8};
   run.config["tensor_parallel"] = {{"autotp_size", 2}};
   expect_losses(train(golden, run), golden.losses());
 }
@@ -183,6 +183,68 @@ TEST(ExportedPipeline, TiedWeightsStayEqualAndAreSavedUnderBothNames) {
       EXPECT_NEAR(item.value().detach().to(at::kDouble).norm().item<double>(), norm, 1e-4 * (1 + norm)) << item.key();
     }
   });
+}
+
+// In eval(), with weights of a file: what Python's forward returns.
+TEST(ExportedPipeline, EvaluatesAsPython) {
+  const GoldenModel golden("hf_llama");
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto model = load_exported_pipeline(golden.path(), {.labels = {"labels"}});
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model->parameters()) parameter.zero_();
+    }
+    auto parts = engine::initialize({.model = model,
+                                     .config = pipeline_config(golden, 2, 0),
+                                     .weights = golden.path(),
+                                     .communicator = test::borrowed(world)});
+    int next = 0;
+    const auto source = [&] {
+      const ExportedInputs given = golden.inputs(0, next++, kMicroBatches);
+      return pipeline::MicroBatch{.inputs = {given.at(0).second.toTensor()}, .labels = {given.at(1).second.toTensor()}};
+    };
+    const pipeline::Evaluation found =
+        parts.engine->eval_batch(source, {.return_logits = true, .broadcast_logits = true});
+    EXPECT_NEAR(found.loss.item<double>(), golden.losses().front(), kPipelineTolerance);
+    ASSERT_EQ(found.logits.size(), static_cast<size_t>(kMicroBatches));
+    const at::Tensor logits = found.logits.front().front().flatten().to(at::kDouble).contiguous();
+    const std::vector<double> expected = golden.eval();
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_NEAR(logits[static_cast<int64_t>(i)].item<double>(), expected[i], kPipelineTolerance) << "value " << i;
+    }
+  });
+}
+
+// A loss of the program's, and layers that FP8 finds by Python's classes on their stages.
+TEST(ExportedPipeline, TrainsOnFp8WithALossOfTheProgram) {
+  const GoldenModel golden("gpt");
+  ExportedPipelineOptions options;
+  options.pipeline.loss = [](const at::Tensor& logits, const at::Tensor& labels) {
+    return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), labels.reshape({-1}));
+  };
+  ordered_json config = pipeline_config(golden, 2, 1);
+  config["fp8"] = {{"enabled", true}, {"emulate", true}, {"exclude", {"head"}}};
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto model = load_exported_pipeline(golden.path(), options);
+    auto parts = engine::initialize({.model = model, .config = config, .communicator = test::borrowed(world)});
+    for (int step = 0; step < 3; ++step) {
+      int next = 0;
+      const at::Tensor loss = parts.engine->train_batch([&] {
+        const at::Tensor tokens = golden.inputs(step, next++, kMicroBatches).at(0).second.toTensor();
+        return pipeline::MicroBatch{.inputs = {tokens}, .labels = {tokens.roll(-1, 1)}};
+      });
+      EXPECT_NEAR(loss.item<double>(), golden.losses().at(static_cast<size_t>(step)), 0.1);
+    }
+  });
+  config["fp8"].erase("exclude");
+  EXPECT_THAT(
+      [&] {
+        test::run_ranks(2, [&](comm::Communicator& world) {
+          const auto model = load_exported_pipeline(golden.path(), options);
+          engine::initialize({.model = model, .config = config, .communicator = test::borrowed(world)});
+        });
+      },
+      ThrowsMessage<test::RankFailure>(HasSubstr("expected a Linear layer of one stage")));
 }
 
 TEST(ExportedPipeline, SaysWhatCannotBeCut) {
