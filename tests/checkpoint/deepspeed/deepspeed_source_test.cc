@@ -312,6 +312,12 @@ TEST_F(DamagedFolder, NamesFileAndLayerOfAPipeline) {
                 fs::copy_options::overwrite_existing);
   EXPECT_THAT(error_of(tag), AllOf(HasSubstr("layer_03-model_00-model_states.pt"),
                                    HasSubstr("layer 3: \"3.weight\" has the shape [8, 6]"), HasSubstr("[6, 4]")));
+  for (const char* rank : {"00", "01"}) {  // has a bias, which layer 0 of the other rank has not
+    tag = copy_of("pipe2_model2");
+    fs::copy_file(tag / "layer_02-model_00-model_states.pt", tag / cat("layer_00-model_", rank, "-model_states.pt"),
+                  fs::copy_options::overwrite_existing);
+    EXPECT_THAT(error_of(tag), HasSubstr(": has no \"weights/0.bias\", which ")) << rank;
+  }
   tag = copy_of("pipe2_model2");
   fs::remove(tag / "mp_rank_03_model_states.pt");
   EXPECT_THAT(error_of(tag), HasSubstr("no mp_rank_03_model_states.pt"));
