@@ -1,11 +1,11 @@
 #include "exported/program_cut.h"
 
 #include <algorithm>
-#include <cctype>
 #include <map>
 #include <set>
 #include <utility>
 
+#include "core/ascii.h"
 #include "core/check.h"
 #include "core/listed.h"
 #include "exported/program_part.h"
@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMostListed = 10;
 
 bool is_number_text(const std::string& text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  return !text.empty() && std::all_of(text.begin(), text.end(), is_ascii_digit);
 }
 
 // The lists of modules around a path: of "model.layers.0.mlp.1" "model.layers.*" and "model.layers.0.mlp.*". A module

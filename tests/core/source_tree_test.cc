@@ -371,7 +371,7 @@ std::string locale_in(const std::string& line) {
 const std::set<std::string> kOutsideTheLocale = {
     "core/number_text.cc: strtod",              // in a ClassicScope
     "core/json/parse_json.h: json::parse",      // in a ClassicScope
-    "engine/report/parity_record.h: a stream",  // a member; made by classic_stream
+    "engine/parity_record.h: a stream",  // a member; made by classic_stream
     "profiling/csv_monitor.cc: a stream",       // a member; made by classic_stream
     "profiling/tensorboard_monitor.cc: a stream",
 };

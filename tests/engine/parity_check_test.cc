@@ -11,8 +11,8 @@
 
 #include "core/check.h"
 #include "core/parity/parity_names.h"
+#include "engine/parity_run.h"
 #include "engine/report/batch_tape.h"
-#include "engine/report/parity_run.h"
 #include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -1,4 +1,4 @@
-#include "engine/report/parity_record.h"
+#include "engine/parity_record.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>

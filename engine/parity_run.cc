@@ -1,4 +1,4 @@
-#include "engine/report/parity_run.h"
+#include "engine/parity_run.h"
 
 #include <algorithm>
 #include <deque>

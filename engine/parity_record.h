@@ -15,8 +15,8 @@
 #include "core/parity/recorded_run.h"
 #include "dsengine/config.h"
 #include "dsengine/pipeline.h"
+#include "engine/parity_run.h"
 #include "engine/report/batch_tape.h"
-#include "engine/report/parity_run.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
 
