@@ -369,10 +369,10 @@ std::string locale_in(const std::string& line) {
 
 // Where they stand, each with what keeps the locale away from it.
 const std::set<std::string> kOutsideTheLocale = {
-    "core/number_text.cc: strtod",              // in a ClassicScope
-    "core/json/parse_json.h: json::parse",      // in a ClassicScope
-    "engine/parity_record.h: a stream",  // a member; made by classic_stream
-    "profiling/csv_monitor.cc: a stream",       // a member; made by classic_stream
+    "core/number_text.cc: strtod",          // in a ClassicScope
+    "core/json/parse_json.h: json::parse",  // in a ClassicScope
+    "engine/parity_record.h: a stream",     // a member; made by classic_stream
+    "profiling/csv_monitor.cc: a stream",   // a member; made by classic_stream
     "profiling/tensorboard_monitor.cc: a stream",
 };
 
