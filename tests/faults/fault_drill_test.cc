@@ -24,7 +24,7 @@ class FaultDrill : public ::testing::TestWithParam<std::string> {
   Drill drill_;
 };
 
-const std::string kMetrics = "all_reduce 'metrics' (Float[5], sum, number 14 of group world, step 3)";
+const std::string kMetrics = "all_reduce 'metrics' (Float[5], sum, number 17 of group world, step 3)";
 
 TEST_P(FaultDrill, NoneLeavesNothingBehind) {
   const Outcome outcome = run("none");
@@ -114,10 +114,10 @@ TEST_P(FaultDrill, ARankThatLeavesIsMissed) {
 // Shared memory sees it at once, by itself; over the network the contract tells.
 TEST_P(FaultDrill, DifferentCollectivesAreToldWithBothSides) {
   const std::vector<std::pair<std::string, std::string>> faults = {
-      {"skip", "reduce_scatter 'gradients of bucket 0' (Float[192], avg, number 14 of group world, step 3)"},
-      {"size", "all_reduce 'metrics' (Float[6], sum, number 14 of group world, step 3)"},
-      {"dtype", "all_reduce 'metrics' (Int[5], sum, number 14 of group world, step 3)"},
-      {"label", "all_reduce 'other metrics' (Float[5], sum, number 14 of group world, step 3)"}};
+      {"skip", "reduce_scatter 'gradients of bucket 0' (Float[192], avg, number 17 of group world, step 3)"},
+      {"size", "all_reduce 'metrics' (Float[6], sum, number 17 of group world, step 3)"},
+      {"dtype", "all_reduce 'metrics' (Int[5], sum, number 17 of group world, step 3)"},
+      {"label", "all_reduce 'other metrics' (Float[5], sum, number 17 of group world, step 3)"}};
   for (const auto& [fault, theirs] : faults) {
     const Outcome outcome = run(fault);
     EXPECT_THAT(outcome.text, HasSubstr("ranks issued different collectives: ")) << fault;
