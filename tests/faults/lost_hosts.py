@@ -59,7 +59,7 @@ def test_a_lost_host():
     job, others = lose("lost", 2)
     code = job.wait(30)
     expect(code == ENDED_BY_WATCH, f"rank 0 should end with {ENDED_BY_WATCH}, found {code}")
-    job.says("wait in all_reduce 'metrics' (Float[5], sum, number 17 of group world, step 3); rank 2 (node2, pid ",
+    job.says("wait in all_reduce 'metrics' (Float[5], sum, number ", " of group world, step 3); rank 2 (node2, pid ",
              "has not entered it: it gives no sign of life for ", "its host or its network may be gone")
     bring_back("lost", job, others)
 
