@@ -55,6 +55,9 @@ def make_hosts(count):
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{SCRATCH}/{name}"], check=True)
     shutil.copy(f"{SCRATCH}/user_key.pub", f"{SCRATCH}/authorized_keys")
+    # A home of their own: what ~/.bashrc of the user who runs the test does (a version manager that waits for its lock, for
+    # example) would be part of every command over ssh.
+    os.makedirs(f"{SCRATCH}/home")
     write("sshd_config", f"""Port {PORT}
 HostKey {SCRATCH}/host_key
 AuthorizedKeysFile {SCRATCH}/authorized_keys
@@ -65,6 +68,7 @@ UseDNS no
 PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
+SetEnv HOME={SCRATCH}/home
 """)
     write("ssh_config", f"""Host *
   IdentityFile {SCRATCH}/user_key
