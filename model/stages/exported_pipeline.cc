@@ -9,6 +9,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -209,19 +210,15 @@ struct ExportedPipeline::Source {
     }
   }
 
+  // Parameters that have one place in the file are one tensor. A buffer has one name.
   void note_names() {
-    std::map<std::string, std::vector<const LiftedTensor*>> in_record;
+    std::map<StoredTensor, std::vector<std::string>, exported::ByPlace> parameters;
     for (const LiftedTensor& lifted : train.program.lifted) {
-      if (!lifted.value.defined()) in_record[weights.at(lifted.name).record].push_back(&lifted);
+      if (lifted.kind == LiftedTensor::Kind::kParameter) parameters[weights.at(lifted.name)].push_back(lifted.name);
+      if (lifted.kind == LiftedTensor::Kind::kBuffer) names[lifted.name] = {lifted.name};
     }
-    for (const auto& [record, tensors] : in_record) {
-      for (const LiftedTensor* const one : tensors) {
-        for (const LiftedTensor* const other : tensors) {
-          const bool tied = one->kind == LiftedTensor::Kind::kParameter && other->kind == one->kind &&
-                            weights.at(other->name).place() == weights.at(one->name).place();
-          if (tied || other == one) names[one->name].push_back(other->name);
-        }
-      }
+    for (const auto& [stored, all] : parameters) {
+      for (const std::string& name : all) names[name] = all;
     }
   }
 
@@ -233,11 +230,12 @@ struct ExportedPipeline::Source {
     std::vector<const exported::Program*> programs = {&train.parts.layers[index].program};
     if (eval) programs.push_back(&eval->parts.layers[index].program);
     pipeline::WholeNames result;
+    std::set<std::string> known;  // first names
     for (const exported::Program* const program : programs) {
       for (const LiftedTensor& lifted : program->lifted) {
         if (lifted.value.defined()) continue;
         const std::vector<std::string>& all = names.at(lifted.name);
-        if (std::find(result.begin(), result.end(), all) == result.end()) result.push_back(all);
+        if (known.insert(all.front()).second) result.push_back({.names = all});
       }
     }
     return result;
