@@ -77,7 +77,7 @@ std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions
   try {
     tensors.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
+    archive.fail_in_program(options.program, error);
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {

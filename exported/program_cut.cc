@@ -155,23 +155,24 @@ class ProgramCutter {
       if (!blocks_.block_of(nodes_[n].module).empty()) last_block = n;
     }
     std::string current;
-    const auto begin = [&](const std::string& name) {
+    const auto begin = [&](const std::string& name, const std::string& of_block) {
       const auto times = std::count_if(names_.begin(), names_.end(), [&](const std::string& one) {
         return one == name || one.starts_with(name + "#");
       });
       names_.push_back(times == 0 ? name : cat(name, '#', times + 1));
+      block_of_.push_back(of_block);
     };
     layer_of_.resize(nodes_.size());
     bool is_behind = false;
     for (size_t n = 0; n < nodes_.size(); ++n) {
       const std::string block = blocks_.block_of(nodes_[n].module);
       if (!block.empty() && block != current) {
-        begin(block);
+        begin(block, block);
         current = block;
       } else if (names_.empty()) {
-        begin(cat("before ", blocks_.list()));
+        begin(cat("before ", blocks_.list()), "");
       } else if (n > last_block && !is_behind && !facts_.needs_label(n)) {
-        begin(cat("behind ", blocks_.list()));
+        begin(cat("behind ", blocks_.list()), "");
         is_behind = true;
       }
       layer_of_[n] = names_.size() - 1;
@@ -364,6 +365,7 @@ class ProgramCutter {
   ProgramPart make_layer(size_t j) const {
     ProgramPart part;
     part.name = name_of(j);
+    if (j < loss()) part.block = block_of_[j];
     std::vector<int> travelling = live_[j];
     std::vector<int> outputs;
     if (j < loss()) {
@@ -398,6 +400,7 @@ class ProgramCutter {
   const ValueFacts facts_;
   const Blocks blocks_;
   std::vector<std::string> names_;                    // of layers
+  std::vector<std::string> block_of_;                 // of each layer; empty: it stands before or behind the blocks
   std::vector<size_t> layer_of_;                      // of each node; the number of layers: the loss
   std::vector<int> shared_inputs_, shared_values_;    // slots
   std::vector<std::vector<int>> live_;                // slots that travel to each layer, and to the loss

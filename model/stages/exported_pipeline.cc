@@ -159,8 +159,9 @@ using pipeline::Tensors;
 // The files, and what layers are made from.
 struct ExportedPipeline::Source {
   exported::Archive archive;
-  nlohmann::json json;
   exported::StoredTensors weights;
+  torch::nn::Module root;  // of the modules of the file, in Python's order
+  exported::ModuleTree modules{root};
   CutFile train;
   std::optional<CutFile> eval;
   std::map<std::string, std::vector<std::string>> names;  // of each parameter or buffer: all, by any of them
@@ -168,7 +169,13 @@ struct ExportedPipeline::Source {
   const torch::nn::Module* model = nullptr;               // the pipeline
 
   Source(const std::string& path, const ExportedPipelineOptions& options)
-      : archive(path), json(archive.program(options.file.program)), weights(archive.weights(options.file.program)) {
+      : archive(path), weights(archive.weights(options.file.program)) {
+    const nlohmann::json json = archive.program(options.file.program);
+    try {
+      modules.add_modules(json);
+    } catch (const nlohmann::json::exception& error) {
+      archive.fail_in_program(options.file.program, error);
+    }
     train = cut_file(archive, json, options);
     if (!options.file.eval.empty()) {
       const exported::Archive second(options.file.eval);
@@ -264,17 +271,13 @@ struct ExportedPipeline::Source {
   }
 
   static std::vector<pipeline::LayerSpec> layers(const std::shared_ptr<Source>& source) {
-    torch::nn::Module classes;
-    exported::ModuleTree tree(classes);
-    tree.add_modules(source->json);
     std::vector<pipeline::LayerSpec> result;
     for (size_t i = 0; i < source->train.parts.layers.size(); ++i) {
-      pipeline::LayerSpec layer = pipeline::LayerSpec::made_by([source, i] {
-                                    return source->build(i);
-                                  }).named(source->train.parts.layers[i].name);
+      const exported::ProgramPart& part = source->train.parts.layers[i];
+      pipeline::LayerSpec layer =
+          pipeline::LayerSpec::made_by([source, i] { return source->build(i); }).named(part.name);
       layer.call = pipeline::CallWithWholeNames(source->names_of(i), layer.call);
-      const bool is_block = layer.name.find(' ') == std::string::npos;  // else it is "before" or "behind" the blocks
-      layer.type = is_block ? tree.owner_of(layer.name.substr(0, layer.name.find('#')) + ".").name() : "graph";
+      layer.type = part.block.empty() ? "graph" : source->modules.class_of(part.block);
       result.push_back(std::move(layer));
     }
     return result;
@@ -319,8 +322,8 @@ ExportedPipeline::ExportedPipeline(std::shared_ptr<Source> source, std::vector<p
                                    pipeline::PipelineOptions options)
     : pipeline::PipelineModule(std::move(layers), std::move(options)), source_(std::move(source)) {
   source_->model = this;
-  exported::ModuleTree(*this).add_modules(source_->json);  // in Python's order on every rank, whatever its layers
-  source_->json = {};
+  // All modules of the file on every rank, whatever its layers.
+  for (const auto& child : source_->root.named_children()) register_module(child.key(), child.value());
 }
 
 std::vector<std::string> ExportedPipeline::inputs() const { return source_->layer_in(source_->train, 0).names(); }
@@ -346,8 +349,7 @@ std::shared_ptr<ExportedPipeline> load_exported_pipeline(const std::string& path
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()),
-                      "; the file is damaged, export the model again"));
+    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()), exported::kDamaged));
   }
 }
 
