@@ -15,7 +15,6 @@
 
 #include "core/check.h"
 #include "core/listed.h"
-#include "core/shown_text.h"
 #include "core/without_stack.h"
 #include "exported/archive.h"
 #include "exported/input_check.h"
@@ -176,28 +175,51 @@ struct ExportedPipeline::Source {
     } catch (const nlohmann::json::exception& error) {
       archive.fail_in_program(options.file.program, error);
     }
-    train = cut_file(archive, json, options);
-    if (!options.file.eval.empty()) {
-      const exported::Archive second(options.file.eval);
-      eval = cut_file(second, second.program(options.file.program), options);
-      require_same_layers(second);
-    }
+    // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
+    train = cut_file(
+        *exported::read_program(archive, json, options.file,
+                                [&](LiftedTensor::Kind kind, const std::string& /*name*/, const StoredTensor& stored) {
+                                  return is_registered(kind) ? at::Tensor() : archive.make(stored, false);
+                                }),
+        options);
     note_names();
+    if (!options.file.eval.empty()) read_eval(options);
   }
 
-  // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
-  static CutFile cut_file(const exported::Archive& archive, const nlohmann::json& json,
-                          const ExportedPipelineOptions& options) {
+  static bool is_registered(LiftedTensor::Kind kind) {
+    return kind == LiftedTensor::Kind::kParameter || kind == LiftedTensor::Kind::kBuffer;
+  }
+
+  static CutFile cut_file(exported::Program program, const ExportedPipelineOptions& options) {
     CutFile file;
-    file.program = *exported::read_program(
-        archive, json, options.file, [&](LiftedTensor::Kind kind, const std::string&, const StoredTensor& stored) {
-          const bool is_registered = kind == LiftedTensor::Kind::kParameter || kind == LiftedTensor::Kind::kBuffer;
-          return is_registered ? at::Tensor() : archive.make(stored, false);
-        });
+    file.program = std::move(program);
     file.parts = exported::cut(file.program, {.blocks = options.blocks, .labels = options.labels});
     file.shared = std::make_shared<exported::SharedValues>(file.parts.shared);
     file.loss = {.part = file.parts.loss, .shared = file.shared};
     return file;
+  }
+
+  // The second file has the tensors of the first one, but for its constants.
+  void read_eval(const ExportedPipelineOptions& options) {
+    std::map<std::string, at::Tensor> others;  // non-persistent buffers of the first file
+    for (const LiftedTensor& lifted : train.program.lifted) {
+      if (lifted.kind == LiftedTensor::Kind::kNonPersistent) others[lifted.name] = lifted.value;
+    }
+    const exported::Archive second(options.file.eval);
+    auto program =
+        exported::read_program(second, second.program(options.file.program), options.file,
+                               [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
+                                 if (kind == LiftedTensor::Kind::kConstant) return second.make(stored, false);
+                                 const auto other = others.find(name);
+                                 std::optional<at::IntArrayRef> first;
+                                 if (other != others.end()) first = other->second.sizes();
+                                 if (names.contains(name)) first = weights.at(name).sizes;
+                                 exported::require_same_tensor(name, stored.sizes, first);
+                                 return other == others.end() ? at::Tensor() : other->second;
+                               });
+    exported::require_eval_of(train.program, *program);
+    eval = cut_file(std::move(*program), options);
+    require_same_layers(second);
   }
 
   void require_same_layers(const exported::Archive& second) const {
@@ -210,11 +232,6 @@ struct ExportedPipeline::Source {
     const std::vector<std::string> found = names_of(*eval);
     second.require_good(found == expected, "has the layers ", listed(found, 10), "; expected those of ",
                         train.program.path, ", ", listed(expected, 10), ": export both from one model");
-    for (const LiftedTensor& lifted : eval->program.lifted) {
-      if (lifted.value.defined()) continue;
-      second.require_good(weights.contains(lifted.name), "has the tensor \"", shown_text(lifted.name),
-                          "\", which the first file lacks: export both from one model");
-    }
   }
 
   // Parameters that have one place in the file are one tensor. A buffer has one name.

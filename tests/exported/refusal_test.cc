@@ -272,6 +272,44 @@ TEST(ExportedRefusal, APipelineSaysTheSameOfADamagedTree) {
   }
 }
 
+// The second file of a pipeline is checked as that of a module.
+TEST(ExportedRefusal, APipelineSaysTheSameOfAFileForEval) {
+  const char* const kTrains = "/graph_module/graph/nodes/2/inputs/2/arg/as_bool";  // of the dropout
+  const char* const kParameter = "/graph_module/signature/input_specs/1/parameter/parameter_name";
+  // Both files store a tensor that the program of the first one does not have.
+  const auto add_shift = [](EditedFile& file) {
+    json weights = json::parse(file[kWeights]);
+    weights["config"]["body.0.shift"] = weights["config"]["body.0.bias"];
+    file[kWeights] = weights.dump();
+  };
+  const auto expect = [&](const auto& change, const std::string& says) {
+    EditedFile first("mlp");
+    EditedFile eval("mlp");
+    for (EditedFile* const file : {&first, &eval}) add_shift(*file);
+    eval.set(kProgram, kTrains, false);
+    change(eval);
+    const test::ScratchFolder folder;
+    const ExportedOptions options{.eval = eval.write(folder)};
+    EXPECT_THAT(first.said(options), HasSubstr(says));
+    EXPECT_THAT(first.said_by_pipeline(options), HasSubstr(says));
+  };
+  expect([](EditedFile& /*unchanged*/) {}, "no error");
+  expect([&](EditedFile& eval) { eval.set(kProgram, kTrains, true); },
+         "was exported in train(), and is named as the program for eval()");
+  expect([&](EditedFile& eval) { eval.set(kWeights, "/config/body.0.bias/tensor_meta/sizes/0/as_int", 12); },
+         "\"body.0.bias\" is [12], in the first file [24]; export both from one model");
+  expect([&](EditedFile& eval) { eval.set(kProgram, kParameter, "body.0.shift"); },
+         "the first file has no tensor \"body.0.shift\"; export both from one model");
+  expect(
+      [](EditedFile& eval) {
+        const char* const kNames = "/graph_module/module_call_graph/0/signature/in_spec";
+        auto names = json::parse(eval[kProgram]).at(json::json_pointer(kNames)).get<std::string>();
+        names.at(names.find("\\\"x") + 2) = 'y';  // in a text within the text
+        eval.set(kProgram, kNames, names);
+      },
+      "has the inputs y; expected those of ");
+}
+
 TEST(ExportedRefusal, GraphsInOneAnotherHaveALimit) {
   EditedFile file("pieces");
   const json outer = json::parse(file[kProgram]).at("/graph_module/graph/nodes/1"_json_pointer);
