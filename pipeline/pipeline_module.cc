@@ -169,7 +169,8 @@ std::shared_ptr<torch::nn::Module> PipelineModule::build_layer(size_t index, boo
   return layers_[index].build();
 }
 
-// Each rank builds some of the layers, one at a time, and tells the others.
+// Each rank counts some of the layers, and tells the others. Those that do not say how much they train are built for
+// it, one at a time.
 std::vector<double> PipelineModule::count_parameters(const StagePlacement& placement) const {
   const int ranks = placement.ranks ? placement.ranks->size() : 1;
   const int rank = placement.ranks ? placement.ranks->rank() : 0;
@@ -177,6 +178,10 @@ std::vector<double> PipelineModule::count_parameters(const StagePlacement& place
   std::vector<double> counts(layers_.size());
   for (size_t i = 0; i < layers_.size(); ++i) {
     if (static_cast<int>(i % static_cast<size_t>(ranks)) != rank) continue;
+    if (const WholeNames* const tensors = whole_names_of(layers_[i])) {
+      for (const WholeTensor& tensor : *tensors) counts[i] += static_cast<double>(tensor.trained);
+      continue;
+    }
     const auto module = build_layer(i, /*seeded=*/false);
     if (!module) continue;
     for (const at::Tensor& parameter : module->parameters()) {

@@ -4,6 +4,7 @@
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@ namespace ds::pipeline {
 // A tensor of a layer by all its names in the whole model, of which it has at least one, in one order on all ranks.
 struct WholeTensor {
   std::vector<std::string> names;
+  int64_t trained = 0;  // the number of its elements; 0: it is not trained
 };
 
 // The tensors of a layer. Its module has registered them under their first names; layers that name the same tensor

@@ -259,7 +259,10 @@ struct ExportedPipeline::Source {
       for (const LiftedTensor& lifted : program->lifted) {
         if (lifted.value.defined()) continue;
         const std::vector<std::string>& all = names.at(lifted.name);
-        if (known.insert(all.front()).second) result.push_back({.names = all});
+        if (!known.insert(all.front()).second) continue;
+        const StoredTensor& stored = weights.at(lifted.name);
+        const bool trains = lifted.kind == LiftedTensor::Kind::kParameter && stored.requires_grad;
+        result.push_back({.names = all, .trained = trains ? stored.numel() : 0});
       }
     }
     return result;

@@ -89,22 +89,31 @@ TEST(PipelineModule, LayersOfOneKeyOnARankAreOneModule) {
   EXPECT_EQ(parted->tied_parameters("shared").size(), 2U);
 }
 
-// The name "b" stands for the tensor that is tied, whichever of its names a layer reads.
-TEST(PipelineModule, ATensorOfSeveralNamesIsOneTie) {
-  const auto layer = [](const std::string& name, const WholeNames& tensors) {
-    LayerSpec spec = LayerSpec::made_by([tensors] {
-                       auto module = std::make_shared<OwnTensors>();
-                       for (const WholeTensor& tensor : tensors) {
-                         module->register_parameter(tensor.names.front(), torch::ones(3));
-                       }
-                       return module;
-                     }).named(name);
-    spec.call = CallWithWholeNames(tensors, spec.call);
-    return spec;
-  };
-  const WholeTensor shared{.names = {"b", "a"}};
-  const auto module = built({layer("first", {shared, {.names = {"c"}}}), layer("last", {{.names = {"d"}}, shared})},
-                            {.rank = 1, .rank_of = {0, 1}, .partition = "uniform"});
+// A layer whose tensors have names of their own; `made` counts how often it is built.
+LayerSpec whole_named(const std::string& name, const WholeNames& tensors, int& made) {
+  LayerSpec spec = LayerSpec::made_by([tensors, &made] {
+                     ++made;
+                     auto module = std::make_shared<OwnTensors>();
+                     for (const WholeTensor& tensor : tensors) {
+                       module->register_parameter(tensor.names.front(), torch::ones(tensor.trained));
+                     }
+                     return module;
+                   }).named(name);
+  spec.call = CallWithWholeNames(tensors, spec.call);
+  return spec;
+}
+
+// The name "b" stands for the tensor that is tied, whichever of its names a layer reads. No layer is built to be
+// counted: 9 elements against 3 + 3.
+TEST(PipelineModule, ATensorOfSeveralNamesIsOneTieAndCountedUnbuilt) {
+  int made = 0;
+  const WholeTensor shared{.names = {"b", "a"}, .trained = 3};
+  const auto module =
+      built({whole_named("first", {shared, {.names = {"c"}, .trained = 6}}, made),
+             whole_named("middle", {{.names = {"d"}, .trained = 3}}, made), whole_named("last", {shared}, made)},
+            {.rank = 1, .rank_of = {0, 1}, .partition = "parameters"});
+  EXPECT_THAT(module->bounds(), ElementsAre(0, 1, 3));
+  EXPECT_EQ(made, 2);
   ASSERT_EQ(module->tied().size(), 1U);
   EXPECT_EQ(module->tied()[0].key, "b");
   EXPECT_THAT(module->tied()[0].names, ElementsAre("b", "a"));
