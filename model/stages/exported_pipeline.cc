@@ -97,13 +97,33 @@ struct LayerInMode {
   }
 };
 
+// Where the loss of a program is: among the outputs of forward, or among what is computed from labels.
+struct LossPlace {
+  bool of_labels = false;
+  size_t index = 0;
+};
+
 // A file, cut as it was exported.
 struct CutFile {
   Program program;
   CutProgram parts;
   std::shared_ptr<SharedValues> shared;
   LayerInMode loss;
+  LossPlace loss_place;  // of the program's own loss, where no function of the options replaces it
 };
+
+LossPlace find_loss(const CutFile& file, const std::string& name) {
+  const CutProgram& parts = file.parts;
+  const bool only = parts.output_names.size() + parts.loss_names.size() == 1;  // it has any name
+  for (const std::vector<std::string>* const names : {&parts.output_names, &parts.loss_names}) {
+    const auto found = only ? names->begin() : std::find(names->begin(), names->end(), name);
+    if (found == names->end()) continue;
+    return {.of_labels = names == &parts.loss_names, .index = static_cast<size_t>(found - names->begin())};
+  }
+  throw UsageError(cat(file.program.path, ": has no output \"", name, "\" that is the loss; it returns ",
+                       listed(*file.program.output_names, 20),
+                       ". Name it in ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss"));
+}
 
 // A layer as a module: it has registered its tensors under the first of their names in the whole model.
 class ExportedLayer : public torch::nn::Module {
@@ -196,6 +216,7 @@ struct ExportedPipeline::Source {
     file.parts = exported::cut(file.program, {.blocks = options.blocks, .labels = options.labels});
     file.shared = std::make_shared<exported::SharedValues>(file.parts.shared);
     file.loss = {.part = file.parts.loss, .shared = file.shared};
+    if (!options.pipeline.loss) file.loss_place = find_loss(file, options.loss);
     return file;
   }
 
@@ -303,35 +324,23 @@ struct ExportedPipeline::Source {
     return result;
   }
 
+  // The file that runs in the mode of the pipeline.
+  CutFile& running() { return eval && !model->is_training() ? *eval : train; }
+
   // The loss of the program, or the one of the options over what forward returns without labels.
-  static pipeline::LossFunction loss_of(const std::shared_ptr<Source>& source, const ExportedPipelineOptions& options) {
-    if (options.pipeline.loss) {
-      const size_t count = source->train.parts.output_names.size();
-      return [given = options.pipeline.loss, count](const Tensors& outputs, const Tensors& labels) {
-        return given({outputs.begin(), outputs.begin() + static_cast<std::ptrdiff_t>(count)}, labels);
+  static pipeline::LossFunction loss_of(const std::shared_ptr<Source>& source, const pipeline::LossFunction& given) {
+    if (given) {
+      return [source, given](const Tensors& outputs, const Tensors& labels) {
+        const auto count = static_cast<std::ptrdiff_t>(source->running().parts.output_names.size());
+        return given({outputs.begin(), outputs.begin() + count}, labels);
       };
     }
-    const std::string& name = options.loss;
-    const exported::CutProgram& parts = source->train.parts;
-    const size_t outputs = parts.output_names.size() + parts.loss_names.size();
-    const auto is_it = [&](const std::string& one) { return one == name || outputs == 1; };
-    require(std::any_of(parts.loss_names.begin(), parts.loss_names.end(), is_it) ||
-                std::any_of(parts.output_names.begin(), parts.output_names.end(), is_it),
-            source->train.program.path, ": has no output \"", name, "\" that is the loss; it returns ",
-            listed(*source->train.program.output_names, 20),
-            ". Name it in ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss");
-    return [source, name](const Tensors& given, const Tensors& labels) {
-      const bool training = source->model->is_training();
-      CutFile& file = source->eval && !training ? *source->eval : source->train;
-      const bool only = file.parts.output_names.size() + file.parts.loss_names.size() == 1;
-      const auto place = [&](const std::vector<std::string>& of) {
-        return only && !of.empty() ? 0 : static_cast<size_t>(std::find(of.begin(), of.end(), name) - of.begin());
-      };
-      const size_t output = place(file.parts.output_names);
-      if (output < file.parts.output_names.size()) return given.at(output);
-      Tensors inputs = given;
+    return [source](const Tensors& outputs, const Tensors& labels) {
+      CutFile& file = source->running();
+      if (!file.loss_place.of_labels) return outputs.at(file.loss_place.index);
+      Tensors inputs = outputs;
       inputs.insert(inputs.end(), labels.begin(), labels.end());
-      return file.loss.run(inputs, training).at(place(file.parts.loss_names));
+      return file.loss.run(inputs, source->model->is_training()).at(file.loss_place.index);
     };
   }
 };
@@ -363,7 +372,7 @@ std::shared_ptr<ExportedPipeline> load_exported_pipeline(const std::string& path
           "tensors of its own layers; remove it");
   try {
     const auto source = std::make_shared<ExportedPipeline::Source>(path, options);
-    options.pipeline.loss = source->loss_of(source, options);
+    options.pipeline.loss = source->loss_of(source, options.pipeline.loss);
     return std::shared_ptr<ExportedPipeline>(
         new ExportedPipeline(source, source->layers(source), std::move(options.pipeline)));
   } catch (const c10::OutOfMemoryError&) {

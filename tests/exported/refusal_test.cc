@@ -310,6 +310,22 @@ TEST(ExportedRefusal, APipelineSaysTheSameOfAFileForEval) {
       "has the inputs y; expected those of ");
 }
 
+// The loss of either program of a pipeline is looked for when the files are read.
+TEST(ExportedRefusal, AFileForEvalHasTheLossToo) {
+  EditedFile eval("hf_llama");
+  const char* const kNames = "/graph_module/module_call_graph/0/signature/out_spec";
+  auto names = json::parse(eval[kProgram]).at(json::json_pointer(kNames)).get<std::string>();
+  names.replace(names.find("loss"), 4, "cost");
+  eval.set(kProgram, kNames, names);
+  const test::ScratchFolder folder;
+  ExportedPipelineOptions options{.labels = {"labels"}};
+  options.file.eval = eval.write(folder);
+  EXPECT_EQ(test::thrown_by<UsageError>([&] { load_exported_pipeline(kPrefix + "hf_llama.pt2", options); }),
+            options.file.eval +
+                ": has no output \"loss\" that is the loss; it returns cost, logits. Name it in "
+                "ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss");
+}
+
 TEST(ExportedRefusal, GraphsInOneAnotherHaveALimit) {
   EditedFile file("pieces");
   const json outer = json::parse(file[kProgram]).at("/graph_module/graph/nodes/1"_json_pointer);
