@@ -189,11 +189,10 @@ TEST(ExportedPipeline, TiedWeightsStayEqualAndAreSavedUnderBothNames) {
   });
 }
 
-// In eval(), with weights of a file: what Python's forward returns.
-TEST(ExportedPipeline, EvaluatesAsPython) {
-  const GoldenModel golden("hf_llama");
+// With weights of a file: what Python's forward returns.
+void expect_python_in_eval(const GoldenModel& golden, const ExportedPipelineOptions& options) {
   test::run_ranks(2, [&](comm::Communicator& world) {
-    const auto model = load_exported_pipeline(golden.path(), {.labels = {"labels"}});
+    const auto model = load_exported_pipeline(golden.path(), options);
     {
       const torch::NoGradGuard no_grad;
       for (at::Tensor& parameter : model->parameters()) parameter.zero_();
@@ -217,6 +216,14 @@ TEST(ExportedPipeline, EvaluatesAsPython) {
       EXPECT_NEAR(logits[static_cast<int64_t>(i)].item<double>(), expected[i], kPipelineTolerance) << "value " << i;
     }
   });
+}
+
+TEST(ExportedPipeline, EvaluatesAsPythonByOneFileOrASecondOne) {
+  const GoldenModel golden("hf_llama");
+  ExportedPipelineOptions options{.labels = {"labels"}};
+  expect_python_in_eval(golden, options);
+  options.file.eval = golden.path();
+  expect_python_in_eval(golden, options);
 }
 
 // A loss of the program's, and layers that FP8 finds by Python's classes on their stages.
