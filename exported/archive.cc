@@ -158,6 +158,10 @@ Archive::Archive(const std::string& path) : zip_(path) {
 
 void Archive::fail(const std::string& what) const { throw IoError(cat(path(), ": ", what)); }
 
+void Archive::fail_in_program(const std::string& program, const nlohmann::json::exception& error) const {
+  fail(cat("the program \"", program, "\": ", shown_text(error.what()), kDamaged));
+}
+
 std::string Archive::text(const std::string& name) const {
   const auto bytes = record(name);
   zip_.check_sum(folder_ + name);

@@ -99,6 +99,8 @@ class Archive {
     if (!condition) fail(cat(parts...));
   }
   [[noreturn]] void fail(const std::string& what) const;
+  // Throws it for the JSON of a program that is not what the schema says.
+  [[noreturn]] void fail_in_program(const std::string& program, const nlohmann::json::exception& error) const;
 
  private:
   std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/listed.h"
-#include "core/shown_text.h"
 #include "core/without_stack.h"
 #include "exported/archive.h"
 #include "exported/input_check.h"
@@ -56,11 +56,8 @@ class RegisteredTensors {
     using enum LiftedTensor::Kind;
     ensure(kind != kConstant, "a constant belongs to its own file");
     const auto found = tensors_.find(name);
-    require<IoError>(found != tensors_.end(), "the first file has no tensor \"", shown_text(name),
-                     "\"; export both from one model");
-    require<IoError>(found->second.sizes() == at::IntArrayRef(stored.sizes), "\"", shown_text(name), "\" is [",
-                     listed(stored.sizes, 8), "], in the first file ", found->second.sizes(),
-                     "; export both from one model");
+    const bool known = found != tensors_.end();
+    require_same_tensor(name, stored.sizes, known ? std::optional(found->second.sizes()) : std::nullopt);
     return found->second;
   }
 
@@ -77,7 +74,7 @@ std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions
   try {
     tensors.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
+    archive.fail_in_program(options.program, error);
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
@@ -94,14 +91,7 @@ std::unique_ptr<Program> read_eval(const ExportedOptions& options, const Program
                      if (kind == LiftedTensor::Kind::kConstant) return archive.make(stored, false);
                      return tensors.find(kind, name, stored);
                    });
-  std::vector<std::string> names;
-  for (const ExportedInput& input : program->inputs) names.push_back(input.name);
-  std::vector<std::string> expected;
-  for (const ExportedInput& input : train.inputs) expected.push_back(input.name);
-  archive.require_good(names == expected, "has the inputs ", listed(names, 20), "; expected those of ", train.path,
-                       ", ", listed(expected, 20));
-  archive.require_good(options.baked_mode || !program->trains,
-                       "was exported in train(), and is named as the program for eval(); export it after model.eval()");
+  require_eval_of(train, *program);
   return program;
 }
 

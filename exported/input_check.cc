@@ -13,6 +13,7 @@
 
 #include "core/check.h"
 #include "core/listed.h"
+#include "core/shown_text.h"
 #include "exported/size_expression.h"
 
 namespace ds::exported {
@@ -202,6 +203,22 @@ void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (program.inputs[i].is_tensor) sizes.check_expressions(program.inputs[i], inputs[i].toTensor());
   }
+}
+
+void require_eval_of(const Program& train, const Program& eval) {
+  const auto has_name = [](const ExportedInput& a, const ExportedInput& b) { return a.name == b.name; };
+  require<IoError>(
+      std::equal(eval.inputs.begin(), eval.inputs.end(), train.inputs.begin(), train.inputs.end(), has_name), eval.path,
+      ": has the inputs ", names_of(eval), "; expected those of ", train.path, ", ", names_of(train));
+  require<IoError>(eval.baked_mode || !eval.trains, eval.path,
+                   ": was exported in train(), and is named as the program for eval(); export it after model.eval()");
+}
+
+void require_same_tensor(const std::string& name, at::IntArrayRef sizes, std::optional<at::IntArrayRef> first) {
+  require<IoError>(first.has_value(), "the first file has no tensor \"", shown_text(name),
+                   "\"; export both from one model");
+  require<IoError>(sizes == *first, "\"", shown_text(name), "\" is [", listed(sizes, 8), "], in the first file ",
+                   *first, "; export both from one model");
 }
 
 }  // namespace ds::exported

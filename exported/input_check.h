@@ -1,10 +1,12 @@
 // Brings inputs, given by name or by position, into the order of an exported program, and checks them, the mode and the
-// dtype before it runs.
+// dtype before it runs; checks that a second file, for eval(), is one of the same model.
 #pragma once
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,5 +27,12 @@ void require_dtype(const Program& program, at::ScalarType dtype, const std::stri
 
 // Throws UsageError, naming input and dimension, where the inputs are not what the program was exported for.
 void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs);
+
+// Throws IoError where the program cannot be the one for eval() of a model whose other program is `train`.
+void require_eval_of(const Program& train, const Program& eval);
+
+// Throws IoError where a tensor of the program for eval() is not that of the first file under its name. `first`: the
+// sizes there; none: the first program has no such tensor.
+void require_same_tensor(const std::string& name, at::IntArrayRef sizes, std::optional<at::IntArrayRef> first);
 
 }  // namespace ds::exported

@@ -46,6 +46,11 @@ void ModuleTree::add_modules(const json& program) {
   }
 }
 
+std::string ModuleTree::class_of(const std::string& path) const {
+  const auto type = classes_.find(path);
+  return type == classes_.end() ? leaf_of(path) : type->second;
+}
+
 torch::nn::Module& ModuleTree::owner_of(const std::string& name) {
   torch::nn::Module* module = &root_;
   size_t begin = 0;
@@ -54,11 +59,7 @@ torch::nn::Module& ModuleTree::owner_of(const std::string& name) {
     const auto [place, is_new] = modules_.try_emplace(path, nullptr);
     if (is_new) {
       const std::string part = name.substr(begin, dot - begin);
-      const auto type = classes_.find(path);
-      place->second =
-          module
-              ->register_module(part, std::make_shared<torch::nn::Module>(type == classes_.end() ? part : type->second))
-              .get();
+      place->second = module->register_module(part, std::make_shared<torch::nn::Module>(class_of(path))).get();
     }
     module = place->second;
   }

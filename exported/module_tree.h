@@ -17,6 +17,8 @@ class ModuleTree {
 
   // Makes the modules of a program, in Python's order. Throws nlohmann's exceptions for a damaged one.
   void add_modules(const nlohmann::json& program);
+  // The class of the module "h.0"; where the program does not say, the last part of its name.
+  std::string class_of(const std::string& path) const;
   // The module "h.0" of "h.0.weight", made on the way.
   torch::nn::Module& owner_of(const std::string& name);
   // Register a tensor under its dotted name.
@@ -28,7 +30,7 @@ class ModuleTree {
   }
 
  private:
-  // "weight" of "h.0.weight".
+  // "weight" of "h.0.weight", and "0" of "h.0".
   static std::string leaf_of(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
   torch::nn::Module& root_;

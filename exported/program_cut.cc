@@ -87,15 +87,10 @@ class ProgramCutter {
         part_of(program_, facts_,
                 {.nodes = nodes_of(kShared), .travelling = shared_inputs_, .shared = {}, .outputs = shared_values_});
     for (size_t j = 0; j < names_.size(); ++j) result.layers.push_back(make_layer(j));
-    for (ExportedInput& input : result.layers.front().program.inputs) {
-      const auto found = std::find_if(program_.inputs.begin(), program_.inputs.end(),
-                                      [&](const ExportedInput& one) { return one.name == input.name; });
-      if (found != program_.inputs.end()) input = *found;
-    }
-    result.layers.front().program.expressions = program_.expressions;
+    result.layers.front().program.expressions = program_.expressions;  // of its inputs, which are those of the program
     result.loss = make_layer(names_.size());
     for (const auto& [slot, name] : outputs_) {
-      (is_labelled(slot) ? result.loss_names : result.output_names).push_back(name);
+      (facts_.is_labelled(slot) ? result.loss_names : result.output_names).push_back(name);
     }
     return result;
   }
@@ -104,9 +99,7 @@ class ProgramCutter {
   static constexpr size_t kShared = SIZE_MAX;
 
   size_t loss() const { return names_.size(); }
-  bool is_labelled(int slot) const {
-    return facts_.maker(slot) < 0 ? is_label(slot) : facts_.needs_label(static_cast<size_t>(facts_.maker(slot)));
-  }
+  bool is_label(int slot) const { return facts_.maker(slot) < 0 && facts_.is_labelled(slot); }
   const std::string& name_of(size_t layer) const {
     static const std::string kLoss = "the loss";
     return layer == loss() ? kLoss : names_[layer];
@@ -155,23 +148,24 @@ class ProgramCutter {
       if (!blocks_.block_of(nodes_[n].module).empty()) last_block = n;
     }
     std::string current;
-    const auto begin = [&](const std::string& name) {
+    const auto begin = [&](const std::string& name, const std::string& of_block) {
       const auto times = std::count_if(names_.begin(), names_.end(), [&](const std::string& one) {
         return one == name || one.starts_with(name + "#");
       });
       names_.push_back(times == 0 ? name : cat(name, '#', times + 1));
+      block_of_.push_back(of_block);
     };
     layer_of_.resize(nodes_.size());
     bool is_behind = false;
     for (size_t n = 0; n < nodes_.size(); ++n) {
       const std::string block = blocks_.block_of(nodes_[n].module);
       if (!block.empty() && block != current) {
-        begin(block);
+        begin(block, block);
         current = block;
       } else if (names_.empty()) {
-        begin(cat("before ", blocks_.list()));
+        begin(cat("before ", blocks_.list()), "");
       } else if (n > last_block && !is_behind && !facts_.needs_label(n)) {
-        begin(cat("behind ", blocks_.list()));
+        begin(cat("behind ", blocks_.list()), "");
         is_behind = true;
       }
       layer_of_[n] = names_.size() - 1;
@@ -271,7 +265,7 @@ class ProgramCutter {
       for (const int slot : slots_of(nodes_[n].arguments)) reads.insert(slot);
     }
     for (const auto& [slot, name] : outputs_) {
-      if ((is_labelled(slot) ? loss() : loss() - 1) == layer) reads.insert(slot);
+      if ((facts_.is_labelled(slot) ? loss() : loss() - 1) == layer) reads.insert(slot);
     }
     std::erase_if(reads, [&](int slot) {
       return facts_.maker(slot) >= 0 && layer_of_[static_cast<size_t>(facts_.maker(slot))] == layer;
@@ -279,10 +273,6 @@ class ProgramCutter {
     return reads;
   }
 
-  bool is_label(int slot) const {
-    return std::any_of(options_.labels.begin(), options_.labels.end(),
-                       [&](const std::string& label) { return slot_of_label(label) == slot; });
-  }
   int slot_of_label(const std::string& name) const {
     for (size_t i = 0; i < program_.sources.size(); ++i) {
       const InputSource& source = program_.sources[i];
@@ -309,10 +299,11 @@ class ProgramCutter {
       }
       live_[j].assign(live.begin(), live.end());
     }
-    // Outputs of forward come first behind the last layer, all inputs in Python's order before the first one.
+    // Behind the last layer the outputs of forward come first. Before the first one are all inputs that the graph has
+    // but for labels, in Python's order.
     std::vector<int> returned;
     for (const auto& [slot, name] : outputs_) {
-      if (!is_labelled(slot)) returned.push_back(slot);
+      if (!facts_.is_labelled(slot)) returned.push_back(slot);
     }
     for (const int slot : live_[loss()]) {
       if (std::find(returned.begin(), returned.end(), slot) == returned.end()) returned.push_back(slot);
@@ -364,6 +355,7 @@ class ProgramCutter {
   ProgramPart make_layer(size_t j) const {
     ProgramPart part;
     part.name = name_of(j);
+    if (j < loss()) part.block = block_of_[j];
     std::vector<int> travelling = live_[j];
     std::vector<int> outputs;
     if (j < loss()) {
@@ -371,7 +363,7 @@ class ProgramCutter {
     } else {
       for (const std::string& label : options_.labels) travelling.push_back(slot_of_label(label));
       for (const auto& [slot, name] : outputs_) {
-        if (is_labelled(slot)) outputs.push_back(slot);
+        if (facts_.is_labelled(slot)) outputs.push_back(slot);
       }
     }
     std::set<int> shared;
@@ -398,6 +390,7 @@ class ProgramCutter {
   const ValueFacts facts_;
   const Blocks blocks_;
   std::vector<std::string> names_;                    // of layers
+  std::vector<std::string> block_of_;                 // of each layer; empty: it stands before or behind the blocks
   std::vector<size_t> layer_of_;                      // of each node; the number of layers: the loss
   std::vector<int> shared_inputs_, shared_values_;    // slots
   std::vector<std::vector<int>> live_;                // slots that travel to each layer, and to the loss

@@ -22,8 +22,9 @@ struct CutOptions {
 
 // A part of a program that runs by itself.
 struct ProgramPart {
-  std::string name;  // of its block, or "before model.layers.*" and "behind model.layers.*"
-  Program program;   // its inputs are what travels, then shared values; its outputs what travels on
+  std::string name;   // of its block, or "before model.layers.*" and "behind model.layers.*"
+  std::string block;  // the path of the module that it is, "model.layers.0"; empty: of none
+  Program program;    // its inputs are what travels, then shared values; its outputs what travels on
   size_t travelling = 0;
   std::vector<size_t> shared;       // the shared values that it takes, by number
   std::vector<size_t> shared_from;  // which travelling tensors shared values are computed from, where it takes any

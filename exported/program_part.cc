@@ -30,7 +30,7 @@ class PartMaker {
       for (const int slot : *list) {
         // Inputs of a stage are leaves, which autograd does not let anybody change.
         add_input(slot, {.index = part_.inputs.size(), .is_written = written.contains(slot)});
-        part_.inputs.push_back({.name = name_of(slot), .is_tensor = !facts_.is_number(slot)});
+        part_.inputs.push_back(input_of(slot));
       }
     }
     for (const size_t n : of_.nodes) {
@@ -64,10 +64,12 @@ class PartMaker {
     return written;
   }
 
-  std::string name_of(int slot) const {
+  // An input of the program as it is there; a value that a node makes is known by the node's name alone.
+  ExportedInput input_of(int slot) const {
     const int input = facts_.input(slot);
-    if (input < 0) return program_.main().nodes[static_cast<size_t>(facts_.maker(slot))].name;
-    return program_.inputs[program_.sources[static_cast<size_t>(input)].index].name;
+    if (input >= 0) return program_.inputs[program_.sources[static_cast<size_t>(input)].index];
+    const Node& maker = program_.main().nodes[static_cast<size_t>(facts_.maker(slot))];
+    return {.name = maker.name, .is_tensor = !facts_.is_number(slot)};
   }
 
   void add_input(int slot, const InputSource& source) {

@@ -259,7 +259,7 @@ std::unique_ptr<Program> read_program(const Archive& archive, const json& json, 
   try {
     return ProgramReader(archive, json, options, tensor).read();
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", options.program, "\": ", shown_text(error.what()), kDamaged));
+    archive.fail_in_program(options.program, error);
   } catch (const IoError& error) {
     if (std::string(error.what()).starts_with(archive.path())) throw;
     archive.fail(error.what());

@@ -1,4 +1,5 @@
-// What is known of the values of an exported graph before it runs: what each depends on, and what is changed in place.
+// What is known of the values of an exported graph before it runs: what makes each, whether it depends on labels or on
+// anything but inputs and constants, which may share memory, and what is changed in place.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,9 @@ class ValueFacts {
   bool is_number(int slot) const { return numbers_[static_cast<size_t>(slot)]; }
   // Whether it is computed from inputs and constants alone, always to the same values, and changed by nobody.
   bool is_free(int slot) const { return free_[static_cast<size_t>(slot)]; }
-  // Whether the node depends on a label.
+  // Whether the node, or the value, depends on a label; a label does.
   bool needs_label(size_t node) const { return labelled_[node]; }
+  bool is_labelled(int slot) const { return slot_labelled_[static_cast<size_t>(slot)]; }
   // Values that may share memory have one class. Whether the node changes it in place.
   int memory(int slot) const;
   bool is_written_by(size_t node, int memory) const { return written_by_[node].contains(memory); }

@@ -65,22 +65,23 @@ torch::nn::Module& owner_of(torch::nn::Module& root, std::string& name) {
 void register_whole_names(torch::nn::Module& root, const torch::nn::Module& layer, const WholeNames& tensors) {
   const auto parameters = layer.named_parameters();
   const auto buffers = layer.named_buffers();
-  for (const std::vector<std::string>& names : tensors) {
-    for (std::string name : names) {
+  for (const WholeTensor& tensor : tensors) {
+    const std::string& first = tensor.names.front();
+    for (std::string name : tensor.names) {
       torch::nn::Module& owner = owner_of(root, name);
       if (owner.named_parameters(false).contains(name) || owner.named_buffers(false).contains(name)) continue;
-      if (const at::Tensor* const parameter = parameters.find(names.front())) {
+      if (const at::Tensor* const parameter = parameters.find(first)) {
         owner.register_parameter(name, *parameter, parameter->requires_grad());
       } else {
-        owner.register_buffer(name, buffers[names.front()]);
+        owner.register_buffer(name, buffers[first]);
       }
     }
   }
 }
 
 bool has_name(const WholeNames& tensors, const std::string& name) {
-  return std::any_of(tensors.begin(), tensors.end(), [&](const std::vector<std::string>& names) {
-    return std::find(names.begin(), names.end(), name) != names.end();
+  return std::any_of(tensors.begin(), tensors.end(), [&](const WholeTensor& tensor) {
+    return std::find(tensor.names.begin(), tensor.names.end(), name) != tensor.names.end();
   });
 }
 
@@ -168,7 +169,8 @@ std::shared_ptr<torch::nn::Module> PipelineModule::build_layer(size_t index, boo
   return layers_[index].build();
 }
 
-// Each rank builds some of the layers, one at a time, and tells the others.
+// Each rank counts some of the layers, and tells the others. Those that do not say how much they train are built for
+// it, one at a time.
 std::vector<double> PipelineModule::count_parameters(const StagePlacement& placement) const {
   const int ranks = placement.ranks ? placement.ranks->size() : 1;
   const int rank = placement.ranks ? placement.ranks->rank() : 0;
@@ -176,6 +178,10 @@ std::vector<double> PipelineModule::count_parameters(const StagePlacement& place
   std::vector<double> counts(layers_.size());
   for (size_t i = 0; i < layers_.size(); ++i) {
     if (static_cast<int>(i % static_cast<size_t>(ranks)) != rank) continue;
+    if (const WholeNames* const tensors = whole_names_of(layers_[i])) {
+      for (const WholeTensor& tensor : *tensors) counts[i] += static_cast<double>(tensor.trained);
+      continue;
+    }
     const auto module = build_layer(i, /*seeded=*/false);
     if (!module) continue;
     for (const at::Tensor& parameter : module->parameters()) {
@@ -291,29 +297,21 @@ void PipelineModule::adopt(size_t index, const std::shared_ptr<torch::nn::Module
 }
 
 void PipelineModule::find_tied(const StagePlacement& placement) {
-  std::map<std::string, std::set<int>> ranks;
-  std::set<std::string> tensors;  // of these keys, those that are whole names of tensors: each of its names is a tie
+  std::map<std::string, std::pair<std::vector<std::string>, std::set<int>>> ties;  // by key: names, ranks
   for (size_t s = 0; s + 1 < bounds_.size(); ++s) {
+    const auto note = [&](const std::string& key, const std::vector<std::string>& names) {
+      ties.try_emplace(key, names, std::set<int>()).first->second.second.insert(placement.rank_of[s]);
+    };
     for (auto i = static_cast<size_t>(bounds_[s]); i < static_cast<size_t>(bounds_[s + 1]); ++i) {
-      if (!layers_[i].key.empty()) ranks[layers_[i].key].insert(placement.rank_of[s]);
-      const WholeNames* const names = whole_names_of(layers_[i]);
-      for (const std::vector<std::string>& of_tensor : names ? *names : WholeNames()) {
-        for (const std::string& name : of_tensor) {
-          ranks[name].insert(placement.rank_of[s]);
-          tensors.insert(name);
-        }
-      }
+      if (!layers_[i].key.empty()) note(layers_[i].key, {name_of_layer(i)});
+      const WholeNames* const tensors = whole_names_of(layers_[i]);
+      if (tensors == nullptr) continue;
+      for (const WholeTensor& tensor : *tensors) note(tensor.names.front(), tensor.names);
     }
   }
-  for (const auto& [key, of_key] : ranks) {
-    if (of_key.size() == 1) continue;
-    if (tensors.contains(key)) {
-      tied_.push_back({key, key, {of_key.begin(), of_key.end()}});
-      continue;
-    }
-    const auto first =
-        std::find_if(layers_.begin(), layers_.end(), [&key = key](const LayerSpec& layer) { return layer.key == key; });
-    tied_.push_back({key, name_of_layer(static_cast<size_t>(first - layers_.begin())), {of_key.begin(), of_key.end()}});
+  for (const auto& [key, tie] : ties) {
+    const auto& [names, ranks] = tie;
+    if (ranks.size() > 1) tied_.push_back({key, names, {ranks.begin(), ranks.end()}});
   }
 }
 
@@ -322,7 +320,6 @@ std::vector<at::Tensor> PipelineModule::tied_parameters(const std::string& key) 
     if (!modules_[i]) continue;
     if (layers_[i].key == key) return modules_[i]->parameters();
     if (whole_names_of(layers_[i]) == nullptr) continue;
-    // Its first name stands for the tensor: under the others there is nothing more to add up.
     const auto parameters = modules_[i]->named_parameters();
     if (const at::Tensor* const tensor = parameters.find(key)) return {*tensor};
   }

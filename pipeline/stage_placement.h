@@ -27,11 +27,11 @@ struct StagePlacement {
   bool seed_layers = false;
 };
 
-// A key of tied layers that are on several ranks, or a name of a tensor that layers with whole names share.
+// Tied layers that are on several ranks, or a tensor that layers with whole names share.
 struct TiedLayers {
-  std::string key;
-  std::string name;        // of the layers, or of the tensor
-  std::vector<int> ranks;  // ascending; the first one counts for the model's norm, and writes checkpoints
+  std::string key;                 // that of the layers, or the first name of the tensor
+  std::vector<std::string> names;  // the name of the layers, or all names of the tensor
+  std::vector<int> ranks;          // ascending; the first one counts for the model's norm, and writes checkpoints
 };
 
 }  // namespace ds::pipeline

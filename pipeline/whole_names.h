@@ -1,9 +1,10 @@
 // Layers whose tensors have the names of a whole model, where a layer of a pipeline otherwise has them below its own
-// name: parts of a program that were cut at places that its names do not follow (exported/exported_pipeline.cc).
+// name: parts of a program that were cut at places that its names do not follow (model/stages/exported_pipeline.cc).
 #pragma once
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -13,9 +14,15 @@
 
 namespace ds::pipeline {
 
-// The tensors of a layer, each by all its names in the whole model. Its module has registered them under their first
-// names; layers that name the same tensor share it.
-using WholeNames = std::vector<std::vector<std::string>>;
+// A tensor of a layer by all its names in the whole model, of which it has at least one, in one order on all ranks.
+struct WholeTensor {
+  std::vector<std::string> names;
+  int64_t trained = 0;  // the number of its elements; 0: it is not trained
+};
+
+// The tensors of a layer. Its module has registered them under their first names; layers that name the same tensor
+// share it.
+using WholeNames = std::vector<WholeTensor>;
 
 // A LayerSpec is such a layer if this is its `call`.
 class CallWithWholeNames {

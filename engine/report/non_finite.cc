@@ -151,11 +151,11 @@ std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state
     const auto [position, value] = first_non_finite(state, b);
     for (const Segment& segment : segments) {
       if (position < segment.slice_offset || position >= segment.slice_offset + segment.length) continue;
-      first = {stage, segment.parameter, segment.parameter_offset + position - segment.slice_offset,
-               name_and_place(state, state.parameters[static_cast<size_t>(segment.parameter)].name),
+      first = {stage, segment.parameter, segment.parameter_offset + position - segment.slice_offset, std::string(),
                name_of_non_finite(value)};
     }
   }
+  if (first) first->name = name_and_place(state, state.parameters[static_cast<size_t>(first->parameter)].name);
   return first;
 }
 

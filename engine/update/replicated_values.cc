@@ -193,9 +193,13 @@ void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& al
       add_own_state(state, b, copies.values);
     }
     if (!trained && state.gatherer == nullptr) {  // frozen
-      copies.values.push_back({.name = tied.name, .values = trained_tensor(tied.parameters.front())});
+      for (const at::Tensor& parameter : tied.parameters) {
+        copies.values.push_back({.name = tied.names.front(), .values = trained_tensor(parameter)});
+      }
     }
-    for (ReplicatedValue& value : copies.values) value.name = cat("tied weight ", tied.name, ": ", value.name);
+    for (ReplicatedValue& value : copies.values) {
+      value.name = cat("tied weight ", tied.names.front(), ": ", value.name);
+    }
     end_group(std::move(copies), all);
   }
 }

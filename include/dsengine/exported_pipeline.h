@@ -39,7 +39,7 @@ struct ExportedPipelineOptions {
   // A loss function here takes the outputs of forward that need no label, and the labels; it replaces what the program
   // computes from these.
   pipeline::PipelineOptions pipeline;
-  // As of load_exported(), but for `meta`, which has no meaning: each rank reads what it has.
+  // As of load_exported(), but for `meta`, which is a UsageError: each rank reads what it has.
   ExportedOptions file;
 };
 

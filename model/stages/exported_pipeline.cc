@@ -9,12 +9,12 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 
 #include "core/check.h"
 #include "core/listed.h"
-#include "core/shown_text.h"
 #include "core/without_stack.h"
 #include "exported/archive.h"
 #include "exported/input_check.h"
@@ -97,13 +97,33 @@ struct LayerInMode {
   }
 };
 
+// Where the loss of a program is: among the outputs of forward, or among what is computed from labels.
+struct LossPlace {
+  bool of_labels = false;
+  size_t index = 0;
+};
+
 // A file, cut as it was exported.
 struct CutFile {
   Program program;
   CutProgram parts;
   std::shared_ptr<SharedValues> shared;
   LayerInMode loss;
+  LossPlace loss_place;  // of the program's own loss, where no function of the options replaces it
 };
+
+LossPlace find_loss(const CutFile& file, const std::string& name) {
+  const CutProgram& parts = file.parts;
+  const bool only = parts.output_names.size() + parts.loss_names.size() == 1;  // it has any name
+  for (const std::vector<std::string>* const names : {&parts.output_names, &parts.loss_names}) {
+    const auto found = only ? names->begin() : std::find(names->begin(), names->end(), name);
+    if (found == names->end()) continue;
+    return {.of_labels = names == &parts.loss_names, .index = static_cast<size_t>(found - names->begin())};
+  }
+  throw UsageError(cat(file.program.path, ": has no output \"", name, "\" that is the loss; it returns ",
+                       listed(*file.program.output_names, 20),
+                       ". Name it in ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss"));
+}
 
 // A layer as a module: it has registered its tensors under the first of their names in the whole model.
 class ExportedLayer : public torch::nn::Module {
@@ -158,8 +178,9 @@ using pipeline::Tensors;
 // The files, and what layers are made from.
 struct ExportedPipeline::Source {
   exported::Archive archive;
-  nlohmann::json json;
   exported::StoredTensors weights;
+  torch::nn::Module root;  // of the modules of the file, in Python's order
+  exported::ModuleTree modules{root};
   CutFile train;
   std::optional<CutFile> eval;
   std::map<std::string, std::vector<std::string>> names;  // of each parameter or buffer: all, by any of them
@@ -167,29 +188,59 @@ struct ExportedPipeline::Source {
   const torch::nn::Module* model = nullptr;               // the pipeline
 
   Source(const std::string& path, const ExportedPipelineOptions& options)
-      : archive(path), json(archive.program(options.file.program)), weights(archive.weights(options.file.program)) {
-    train = cut_file(archive, json, options);
-    if (!options.file.eval.empty()) {
-      const exported::Archive second(options.file.eval);
-      eval = cut_file(second, second.program(options.file.program), options);
-      require_same_layers(second);
+      : archive(path), weights(archive.weights(options.file.program)) {
+    const nlohmann::json json = archive.program(options.file.program);
+    try {
+      modules.add_modules(json);
+    } catch (const nlohmann::json::exception& error) {
+      archive.fail_in_program(options.file.program, error);
     }
+    // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
+    train = cut_file(
+        *exported::read_program(archive, json, options.file,
+                                [&](LiftedTensor::Kind kind, const std::string& /*name*/, const StoredTensor& stored) {
+                                  return is_registered(kind) ? at::Tensor() : archive.make(stored, false);
+                                }),
+        options);
     note_names();
+    if (!options.file.eval.empty()) read_eval(options);
   }
 
-  // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
-  static CutFile cut_file(const exported::Archive& archive, const nlohmann::json& json,
-                          const ExportedPipelineOptions& options) {
+  static bool is_registered(LiftedTensor::Kind kind) {
+    return kind == LiftedTensor::Kind::kParameter || kind == LiftedTensor::Kind::kBuffer;
+  }
+
+  static CutFile cut_file(exported::Program program, const ExportedPipelineOptions& options) {
     CutFile file;
-    file.program = *exported::read_program(
-        archive, json, options.file, [&](LiftedTensor::Kind kind, const std::string&, const StoredTensor& stored) {
-          const bool is_registered = kind == LiftedTensor::Kind::kParameter || kind == LiftedTensor::Kind::kBuffer;
-          return is_registered ? at::Tensor() : archive.make(stored, false);
-        });
+    file.program = std::move(program);
     file.parts = exported::cut(file.program, {.blocks = options.blocks, .labels = options.labels});
     file.shared = std::make_shared<exported::SharedValues>(file.parts.shared);
     file.loss = {.part = file.parts.loss, .shared = file.shared};
+    if (!options.pipeline.loss) file.loss_place = find_loss(file, options.loss);
     return file;
+  }
+
+  // The second file has the tensors of the first one, but for its constants.
+  void read_eval(const ExportedPipelineOptions& options) {
+    std::map<std::string, at::Tensor> others;  // non-persistent buffers of the first file
+    for (const LiftedTensor& lifted : train.program.lifted) {
+      if (lifted.kind == LiftedTensor::Kind::kNonPersistent) others[lifted.name] = lifted.value;
+    }
+    const exported::Archive second(options.file.eval);
+    auto program =
+        exported::read_program(second, second.program(options.file.program), options.file,
+                               [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
+                                 if (kind == LiftedTensor::Kind::kConstant) return second.make(stored, false);
+                                 const auto other = others.find(name);
+                                 std::optional<at::IntArrayRef> first;
+                                 if (other != others.end()) first = other->second.sizes();
+                                 if (names.contains(name)) first = weights.at(name).sizes;
+                                 exported::require_same_tensor(name, stored.sizes, first);
+                                 return other == others.end() ? at::Tensor() : other->second;
+                               });
+    exported::require_eval_of(train.program, *program);
+    eval = cut_file(std::move(*program), options);
+    require_same_layers(second);
   }
 
   void require_same_layers(const exported::Archive& second) const {
@@ -202,26 +253,17 @@ struct ExportedPipeline::Source {
     const std::vector<std::string> found = names_of(*eval);
     second.require_good(found == expected, "has the layers ", listed(found, 10), "; expected those of ",
                         train.program.path, ", ", listed(expected, 10), ": export both from one model");
-    for (const LiftedTensor& lifted : eval->program.lifted) {
-      if (lifted.value.defined()) continue;
-      second.require_good(weights.contains(lifted.name), "has the tensor \"", shown_text(lifted.name),
-                          "\", which the first file lacks: export both from one model");
-    }
   }
 
+  // Parameters that have one place in the file are one tensor. A buffer has one name.
   void note_names() {
-    std::map<std::string, std::vector<const LiftedTensor*>> in_record;
+    std::map<StoredTensor, std::vector<std::string>, exported::ByPlace> parameters;
     for (const LiftedTensor& lifted : train.program.lifted) {
-      if (!lifted.value.defined()) in_record[weights.at(lifted.name).record].push_back(&lifted);
+      if (lifted.kind == LiftedTensor::Kind::kParameter) parameters[weights.at(lifted.name)].push_back(lifted.name);
+      if (lifted.kind == LiftedTensor::Kind::kBuffer) names[lifted.name] = {lifted.name};
     }
-    for (const auto& [record, tensors] : in_record) {
-      for (const LiftedTensor* const one : tensors) {
-        for (const LiftedTensor* const other : tensors) {
-          const bool tied = one->kind == LiftedTensor::Kind::kParameter && other->kind == one->kind &&
-                            weights.at(other->name).place() == weights.at(one->name).place();
-          if (tied || other == one) names[one->name].push_back(other->name);
-        }
-      }
+    for (const auto& [stored, all] : parameters) {
+      for (const std::string& name : all) names[name] = all;
     }
   }
 
@@ -233,11 +275,15 @@ struct ExportedPipeline::Source {
     std::vector<const exported::Program*> programs = {&train.parts.layers[index].program};
     if (eval) programs.push_back(&eval->parts.layers[index].program);
     pipeline::WholeNames result;
+    std::set<std::string> known;  // first names
     for (const exported::Program* const program : programs) {
       for (const LiftedTensor& lifted : program->lifted) {
         if (lifted.value.defined()) continue;
         const std::vector<std::string>& all = names.at(lifted.name);
-        if (std::find(result.begin(), result.end(), all) == result.end()) result.push_back(all);
+        if (!known.insert(all.front()).second) continue;
+        const StoredTensor& stored = weights.at(lifted.name);
+        const bool trains = lifted.kind == LiftedTensor::Kind::kParameter && stored.requires_grad;
+        result.push_back({.names = all, .trained = trains ? stored.numel() : 0});
       }
     }
     return result;
@@ -266,51 +312,35 @@ struct ExportedPipeline::Source {
   }
 
   static std::vector<pipeline::LayerSpec> layers(const std::shared_ptr<Source>& source) {
-    torch::nn::Module classes;
-    exported::ModuleTree tree(classes);
-    tree.add_modules(source->json);
     std::vector<pipeline::LayerSpec> result;
     for (size_t i = 0; i < source->train.parts.layers.size(); ++i) {
-      pipeline::LayerSpec layer = pipeline::LayerSpec::made_by([source, i] {
-                                    return source->build(i);
-                                  }).named(source->train.parts.layers[i].name);
+      const exported::ProgramPart& part = source->train.parts.layers[i];
+      pipeline::LayerSpec layer =
+          pipeline::LayerSpec::made_by([source, i] { return source->build(i); }).named(part.name);
       layer.call = pipeline::CallWithWholeNames(source->names_of(i), layer.call);
-      const bool is_block = layer.name.find(' ') == std::string::npos;  // else it is "before" or "behind" the blocks
-      layer.type = is_block ? tree.owner_of(layer.name.substr(0, layer.name.find('#')) + ".").name() : "graph";
+      layer.type = part.block.empty() ? "graph" : source->modules.class_of(part.block);
       result.push_back(std::move(layer));
     }
     return result;
   }
 
+  // The file that runs in the mode of the pipeline.
+  CutFile& running() { return eval && !model->is_training() ? *eval : train; }
+
   // The loss of the program, or the one of the options over what forward returns without labels.
-  static pipeline::LossFunction loss_of(const std::shared_ptr<Source>& source, const ExportedPipelineOptions& options) {
-    if (options.pipeline.loss) {
-      const size_t count = source->train.parts.output_names.size();
-      return [given = options.pipeline.loss, count](const Tensors& outputs, const Tensors& labels) {
-        return given({outputs.begin(), outputs.begin() + static_cast<std::ptrdiff_t>(count)}, labels);
+  static pipeline::LossFunction loss_of(const std::shared_ptr<Source>& source, const pipeline::LossFunction& given) {
+    if (given) {
+      return [source, given](const Tensors& outputs, const Tensors& labels) {
+        const auto count = static_cast<std::ptrdiff_t>(source->running().parts.output_names.size());
+        return given({outputs.begin(), outputs.begin() + count}, labels);
       };
     }
-    const std::string& name = options.loss;
-    const exported::CutProgram& parts = source->train.parts;
-    const size_t outputs = parts.output_names.size() + parts.loss_names.size();
-    const auto is_it = [&](const std::string& one) { return one == name || outputs == 1; };
-    require(std::any_of(parts.loss_names.begin(), parts.loss_names.end(), is_it) ||
-                std::any_of(parts.output_names.begin(), parts.output_names.end(), is_it),
-            source->train.program.path, ": has no output \"", name, "\" that is the loss; it returns ",
-            listed(*source->train.program.output_names, 20),
-            ". Name it in ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss");
-    return [source, name](const Tensors& given, const Tensors& labels) {
-      const bool training = source->model->is_training();
-      CutFile& file = source->eval && !training ? *source->eval : source->train;
-      const bool only = file.parts.output_names.size() + file.parts.loss_names.size() == 1;
-      const auto place = [&](const std::vector<std::string>& of) {
-        return only && !of.empty() ? 0 : static_cast<size_t>(std::find(of.begin(), of.end(), name) - of.begin());
-      };
-      const size_t output = place(file.parts.output_names);
-      if (output < file.parts.output_names.size()) return given.at(output);
-      Tensors inputs = given;
+    return [source](const Tensors& outputs, const Tensors& labels) {
+      CutFile& file = source->running();
+      if (!file.loss_place.of_labels) return outputs.at(file.loss_place.index);
+      Tensors inputs = outputs;
       inputs.insert(inputs.end(), labels.begin(), labels.end());
-      return file.loss.run(inputs, training).at(place(file.parts.loss_names));
+      return file.loss.run(inputs, source->model->is_training()).at(file.loss_place.index);
     };
   }
 };
@@ -321,8 +351,8 @@ ExportedPipeline::ExportedPipeline(std::shared_ptr<Source> source, std::vector<p
                                    pipeline::PipelineOptions options)
     : pipeline::PipelineModule(std::move(layers), std::move(options)), source_(std::move(source)) {
   source_->model = this;
-  exported::ModuleTree(*this).add_modules(source_->json);  // in Python's order on every rank, whatever its layers
-  source_->json = {};
+  // All modules of the file on every rank, whatever its layers.
+  for (const auto& child : source_->root.named_children()) register_module(child.key(), child.value());
 }
 
 std::vector<std::string> ExportedPipeline::inputs() const { return source_->layer_in(source_->train, 0).names(); }
@@ -342,14 +372,13 @@ std::shared_ptr<ExportedPipeline> load_exported_pipeline(const std::string& path
           "tensors of its own layers; remove it");
   try {
     const auto source = std::make_shared<ExportedPipeline::Source>(path, options);
-    options.pipeline.loss = source->loss_of(source, options);
+    options.pipeline.loss = source->loss_of(source, options.pipeline.loss);
     return std::shared_ptr<ExportedPipeline>(
         new ExportedPipeline(source, source->layers(source), std::move(options.pipeline)));
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()),
-                      "; the file is damaged, export the model again"));
+    throw IoError(cat(path, ": ", without_stack(error.what_without_backtrace()), exported::kDamaged));
   }
 }
 

@@ -16,7 +16,7 @@ std::vector<TiedWeights> make_tied_weights(const pipeline::PipelineModule& modul
     TiedWeights weights;
     weights.ranks = ranks.new_group(tied.ranks, cat("tied ", tied.key));
     weights.parameters = module.tied_parameters(tied.key);
-    weights.name = tied.name;
+    weights.names = tied.names;
     all.push_back(std::move(weights));
   }
   return all;
@@ -24,7 +24,9 @@ std::vector<TiedWeights> make_tied_weights(const pipeline::PipelineModule& modul
 
 int tie_of(const std::vector<TiedWeights>& all, const std::string& name) {
   const auto found = std::find_if(all.begin(), all.end(), [&](const TiedWeights& weights) {
-    return weights.ranks && (name == weights.name || name.starts_with(weights.name + "."));
+    return weights.ranks && std::any_of(weights.names.begin(), weights.names.end(), [&](const std::string& tied) {
+             return name == tied || name.starts_with(tied + ".");
+           });
   });
   return found == all.end() ? -1 : static_cast<int>(found - all.begin());
 }

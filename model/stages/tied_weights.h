@@ -16,11 +16,11 @@
 
 namespace ds::engine {
 
-// The weights of one tie: those of all layers with one LayerSpec::key.
+// The weights of one tie: those of all layers with one LayerSpec::key, or one tensor of an exported model.
 struct TiedWeights {
   std::shared_ptr<comm::Communicator> ranks;  // the ranks that have a copy; null on a rank that has none
-  std::vector<at::Tensor> parameters;         // this rank's copies
-  std::string name;                           // the name of their layers
+  std::vector<at::Tensor> parameters;         // this rank's copies; empty: the tie is a buffer
+  std::vector<std::string> names;             // the name of their layers, or all names of the tensor
   // Whether this rank's copy counts for the norm of the model and is written to checkpoints.
   bool is_first() const { return ranks && ranks->rank() == 0; }
 };

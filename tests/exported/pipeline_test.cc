@@ -16,6 +16,7 @@
 #include "core/files/safetensors.h"
 #include "dsengine/engine.h"
 #include "dsengine/exported_pipeline.h"
+#include "pipeline/stage_placement.h"
 #include "tests/exported/golden_model.h"
 #include "tests/support/borrowed.h"
 #include "tests/support/grid.h"
@@ -149,14 +150,17 @@ TEST(ExportedPipeline, WithATensorAxis) {
   expect_losses(train(golden, run), golden.losses());
 }
 
-// The embedding of the first stage is the head of the last one, under either name.
+// The embedding of the first stage is the head of the last one, under either name. Ranks compare it after every fifth
+// step, whatever the program registers beside it.
 TEST(ExportedPipeline, TiedWeightsStayEqualAndAreSavedUnderBothNames) {
   const GoldenModel golden("hf_gpt2");
   const test::ScratchFolder folder;
   std::vector<at::Tensor> copies(2);
-  const PipelineRun run{.config = pipeline_config(golden, 2, 1)};
+  PipelineRun run{.config = pipeline_config(golden, 2, 1)};
+  run.config["check_replicas"] = 5;
   expect_losses(train(golden, run,
                       [&](engine::Engine& engine, ExportedPipeline& model) {
+                        EXPECT_EQ(model.tied().size(), 1U) << "one sum and one comparison for one weight";
                         const auto rank = static_cast<size_t>(engine.global_rank());
                         const auto parameters = model.named_parameters();
                         copies[rank] = parameters["lm_head.weight"].detach().clone();
@@ -185,11 +189,10 @@ TEST(ExportedPipeline, TiedWeightsStayEqualAndAreSavedUnderBothNames) {
   });
 }
 
-// In eval(), with weights of a file: what Python's forward returns.
-TEST(ExportedPipeline, EvaluatesAsPython) {
-  const GoldenModel golden("hf_llama");
+// With weights of a file: what Python's forward returns.
+void expect_python_in_eval(const GoldenModel& golden, const ExportedPipelineOptions& options) {
   test::run_ranks(2, [&](comm::Communicator& world) {
-    const auto model = load_exported_pipeline(golden.path(), {.labels = {"labels"}});
+    const auto model = load_exported_pipeline(golden.path(), options);
     {
       const torch::NoGradGuard no_grad;
       for (at::Tensor& parameter : model->parameters()) parameter.zero_();
@@ -213,6 +216,14 @@ TEST(ExportedPipeline, EvaluatesAsPython) {
       EXPECT_NEAR(logits[static_cast<int64_t>(i)].item<double>(), expected[i], kPipelineTolerance) << "value " << i;
     }
   });
+}
+
+TEST(ExportedPipeline, EvaluatesAsPythonByOneFileOrASecondOne) {
+  const GoldenModel golden("hf_llama");
+  ExportedPipelineOptions options{.labels = {"labels"}};
+  expect_python_in_eval(golden, options);
+  options.file.eval = golden.path();
+  expect_python_in_eval(golden, options);
 }
 
 // A loss of the program's, and layers that FP8 finds by Python's classes on their stages.

@@ -1,9 +1,11 @@
-// What load_exported() says of a file in which one thing is not as it has to be, word by word.
+// What load_exported() and load_exported_pipeline() say of a file in which one thing is not as it has to be, word by
+// word.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "core/files/stored_zip.h"
 #include "core/text.h"
 #include "dsengine/exported_model.h"
+#include "dsengine/exported_pipeline.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thrown.h"
 
@@ -20,6 +23,7 @@ namespace {
 
 using nlohmann::json;
 using testing::AllOf;
+using testing::EndsWith;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -49,6 +53,14 @@ std::string zip_of(const std::map<std::string, std::string>& records) {
   const std::string counts = little(records.size(), 2) + little(records.size(), 2);
   return file + directory + "PK\5\6" + little(0, 4) + counts + little(directory.size(), 4) + little(file.size(), 4) +
          little(0, 2);
+}
+
+// Loads a model whose loss is the mean of its output.
+std::shared_ptr<ExportedPipeline> load_pipeline(const std::string& path, const ExportedOptions& file) {
+  ExportedPipelineOptions options;
+  options.file = file;
+  options.pipeline.loss = [](const at::Tensor& output, const at::Tensor& /*label*/) { return output.mean(); };
+  return load_exported_pipeline(path, options);
 }
 
 // The records of a stored model, to be changed.
@@ -84,15 +96,26 @@ class EditedFile {
     (*this)[record] = content.dump();
   }
 
+  std::string write(const test::ScratchFolder& folder) const { return folder.write("model.pt2", zip_of(records_)); }
+
   // What load_exported() says, behind the path of the file.
   std::string said(const ExportedOptions& options = {}) const {
     const test::ScratchFolder folder;
-    const std::string path = folder.write("model.pt2", zip_of(records_));
-    const std::string text = test::thrown_by<IoError>([&] { load_exported(path, options); });
-    return text.starts_with(path + ": ") ? text.substr(path.size() + 2) : text;
+    const std::string path = write(folder);
+    return behind(path, test::thrown_by<IoError>([&] { load_exported(path, options); }));
+  }
+  // What load_exported_pipeline() says.
+  std::string said_by_pipeline(const ExportedOptions& options = {}) const {
+    const test::ScratchFolder folder;
+    const std::string path = write(folder);
+    return behind(path, test::thrown_by<IoError>([&] { load_pipeline(path, options); }));
   }
 
  private:
+  static std::string behind(const std::string& path, const std::string& text) {
+    return text.starts_with(path + ": ") ? text.substr(path.size() + 2) : text;
+  }
+
   std::map<std::string, std::string> records_;
   std::string folder_;
 };
@@ -236,6 +259,71 @@ TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
     file.set(change.record, change.pointer, change.value);
     EXPECT_THAT(file.said(), HasSubstr(change.says));
   }
+}
+
+// The tree of modules is read apart from the program.
+TEST(ExportedRefusal, APipelineSaysTheSameOfADamagedTree) {
+  for (const auto& [pointer, value] : std::map<std::string, json>{{"/graph_module/module_call_graph/1/fqn", 5},
+                                                                  {"/graph_module/module_call_graph/2/fqn", nullptr}}) {
+    EditedFile file("mlp");
+    file.set(kProgram, pointer, value);
+    EXPECT_THAT(file.said(), AllOf(StartsWith("the program \"model\": "), EndsWith(kAgain))) << pointer;
+    EXPECT_EQ(file.said_by_pipeline(), file.said()) << pointer;
+  }
+}
+
+// The second file of a pipeline is checked as that of a module.
+TEST(ExportedRefusal, APipelineSaysTheSameOfAFileForEval) {
+  const char* const kTrains = "/graph_module/graph/nodes/2/inputs/2/arg/as_bool";  // of the dropout
+  const char* const kParameter = "/graph_module/signature/input_specs/1/parameter/parameter_name";
+  // Both files store a tensor that the program of the first one does not have.
+  const auto add_shift = [](EditedFile& file) {
+    json weights = json::parse(file[kWeights]);
+    weights["config"]["body.0.shift"] = weights["config"]["body.0.bias"];
+    file[kWeights] = weights.dump();
+  };
+  const auto expect = [&](const auto& change, const std::string& says) {
+    EditedFile first("mlp");
+    EditedFile eval("mlp");
+    for (EditedFile* const file : {&first, &eval}) add_shift(*file);
+    eval.set(kProgram, kTrains, false);
+    change(eval);
+    const test::ScratchFolder folder;
+    const ExportedOptions options{.eval = eval.write(folder)};
+    EXPECT_THAT(first.said(options), HasSubstr(says));
+    EXPECT_THAT(first.said_by_pipeline(options), HasSubstr(says));
+  };
+  expect([](EditedFile& /*unchanged*/) {}, "no error");
+  expect([&](EditedFile& eval) { eval.set(kProgram, kTrains, true); },
+         "was exported in train(), and is named as the program for eval()");
+  expect([&](EditedFile& eval) { eval.set(kWeights, "/config/body.0.bias/tensor_meta/sizes/0/as_int", 12); },
+         "\"body.0.bias\" is [12], in the first file [24]; export both from one model");
+  expect([&](EditedFile& eval) { eval.set(kProgram, kParameter, "body.0.shift"); },
+         "the first file has no tensor \"body.0.shift\"; export both from one model");
+  expect(
+      [](EditedFile& eval) {
+        const char* const kNames = "/graph_module/module_call_graph/0/signature/in_spec";
+        auto names = json::parse(eval[kProgram]).at(json::json_pointer(kNames)).get<std::string>();
+        names.at(names.find("\\\"x") + 2) = 'y';  // in a text within the text
+        eval.set(kProgram, kNames, names);
+      },
+      "has the inputs y; expected those of ");
+}
+
+// The loss of either program of a pipeline is looked for when the files are read.
+TEST(ExportedRefusal, AFileForEvalHasTheLossToo) {
+  EditedFile eval("hf_llama");
+  const char* const kNames = "/graph_module/module_call_graph/0/signature/out_spec";
+  auto names = json::parse(eval[kProgram]).at(json::json_pointer(kNames)).get<std::string>();
+  names.replace(names.find("loss"), 4, "cost");
+  eval.set(kProgram, kNames, names);
+  const test::ScratchFolder folder;
+  ExportedPipelineOptions options{.labels = {"labels"}};
+  options.file.eval = eval.write(folder);
+  EXPECT_EQ(test::thrown_by<UsageError>([&] { load_exported_pipeline(kPrefix + "hf_llama.pt2", options); }),
+            options.file.eval +
+                ": has no output \"loss\" that is the loss; it returns cost, logits. Name it in "
+                "ExportedPipelineOptions::loss, or give a loss function in .pipeline.loss");
 }
 
 TEST(ExportedRefusal, GraphsInOneAnotherHaveALimit) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/check.h"
+#include "pipeline/whole_names.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::pipeline {
@@ -23,6 +24,11 @@ using testing::ThrowsMessage;
 at::Tensor error_of(const at::Tensor& output, const at::Tensor& label) { return (output - label).pow(2).mean(); }
 
 LayerSpec linear(int64_t in, int64_t out) { return LayerSpec::of<torch::nn::Linear>(in, out); }
+
+// A module of parameters that it is given.
+struct OwnTensors : torch::nn::Module {
+  Tensors forward(const Tensors& inputs) { return inputs; }
+};
 
 std::vector<std::string> names_of(const torch::nn::Module& module) {
   std::vector<std::string> names;
@@ -81,6 +87,39 @@ TEST(PipelineModule, LayersOfOneKeyOnARankAreOneModule) {
   EXPECT_EQ(parted->tied()[0].key, "shared");
   EXPECT_THAT(parted->tied()[0].ranks, ElementsAre(0, 1));
   EXPECT_EQ(parted->tied_parameters("shared").size(), 2U);
+}
+
+// A layer whose tensors have names of their own; `made` counts how often it is built.
+LayerSpec whole_named(const std::string& name, const WholeNames& tensors, int& made) {
+  LayerSpec spec = LayerSpec::made_by([tensors, &made] {
+                     ++made;
+                     auto module = std::make_shared<OwnTensors>();
+                     for (const WholeTensor& tensor : tensors) {
+                       module->register_parameter(tensor.names.front(), torch::ones(tensor.trained));
+                     }
+                     return module;
+                   }).named(name);
+  spec.call = CallWithWholeNames(tensors, spec.call);
+  return spec;
+}
+
+// The name "b" stands for the tensor that is tied, whichever of its names a layer reads. No layer is built to be
+// counted: 9 elements against 3 + 3.
+TEST(PipelineModule, ATensorOfSeveralNamesIsOneTieAndCountedUnbuilt) {
+  int made = 0;
+  const WholeTensor shared{.names = {"b", "a"}, .trained = 3};
+  const auto module =
+      built({whole_named("first", {shared, {.names = {"c"}, .trained = 6}}, made),
+             whole_named("middle", {{.names = {"d"}, .trained = 3}}, made), whole_named("last", {shared}, made)},
+            {.rank = 1, .rank_of = {0, 1}, .partition = "parameters"});
+  EXPECT_THAT(module->bounds(), ElementsAre(0, 1, 3));
+  EXPECT_EQ(made, 2);
+  ASSERT_EQ(module->tied().size(), 1U);
+  EXPECT_EQ(module->tied()[0].key, "b");
+  EXPECT_THAT(module->tied()[0].names, ElementsAre("b", "a"));
+  EXPECT_THAT(module->tied()[0].ranks, ElementsAre(0, 1));
+  ASSERT_EQ(module->tied_parameters("b").size(), 1U);
+  EXPECT_TRUE(module->tied_parameters("b")[0].is_same(module->named_parameters()["a"]));
 }
 
 TEST(PipelineModule, SeededLayersDoNotDependOnTheStages) {

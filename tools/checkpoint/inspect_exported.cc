@@ -84,7 +84,7 @@ ordered_json program_report(const exported::Archive& archive, const std::string&
   try {
     count_operators(program.at("graph_module").at("graph"), counts);
   } catch (const nlohmann::json::exception& error) {
-    archive.fail(cat("the program \"", name, "\": ", shown_text(error.what()), exported::kDamaged));
+    archive.fail_in_program(name, error);
   }
   ordered_json report = {{"program", name},
                          {"torch", program.value("torch_version", std::string())},
