@@ -1,7 +1,5 @@
 #include "engine/parity_record.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -13,7 +11,6 @@
 #include <functional>
 #include <iostream>
 #include <limits>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <unordered_set>
@@ -24,6 +21,7 @@
 #include "core/log.h"
 #include "core/number_text.h"
 #include "core/parity/parity_names.h"
+#include "core/random_streams.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
@@ -75,22 +73,14 @@ at::ScalarType recorded_dtype(const ModelState& state) {
 }
 
 void set_generators(const ModelState& state, const std::vector<at::Tensor>& states) {
-  const auto set = [](at::Generator generator, const at::Tensor& to) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(to);
-  };
-  set(at::detail::getDefaultCPUGenerator(), states.front());
-  if (states.size() > 1) set(at::globalContext().defaultGenerator(state.ranks.device), states.back());
+  const std::vector<at::Generator> all = default_generators(state.ranks.device);
+  for (size_t i = 0; i < std::min(all.size(), states.size()); ++i) set_generator_state(all[i], states[i]);
 }
 
 std::vector<at::Tensor> generators(const ModelState& state) {
-  const auto state_of = [](at::Generator generator) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    return generator.get_state();
-  };
-  std::vector<at::Tensor> result = {state_of(at::detail::getDefaultCPUGenerator())};
-  if (!state.ranks.device.is_cpu()) {
-    result.push_back(state_of(at::globalContext().defaultGenerator(state.ranks.device)));
+  std::vector<at::Tensor> result;
+  for (const at::Generator& generator : default_generators(state.ranks.device)) {
+    result.push_back(generator_state(generator));
   }
   return result;
 }
