@@ -87,18 +87,12 @@ std::vector<at::Tensor> generators(const ModelState& state) {
 
 // Whether the rank writes the tensors of its part of a pipeline, or the whole model.
 bool writes_tensors(const Ranks& ranks) {
-  return ranks.part->rank() == 0 && (!ranks.tensor || ranks.tensor->rank() == 0);
-}
-
-bool is_end_of_pipeline(const ModelState& state, bool first) {
-  if (!state.pipeline) return true;
-  const std::vector<int>& placement = state.pipeline->module->placement();
-  return (first ? placement.front() : placement.back()) == state.pipeline_rank();
+  return ranks.part->rank() == 0 && ranks.is_first_of_tensor_axis();
 }
 
 // Whether the rank has the losses of its data-parallel rank.
 bool writes_lines(const ModelState& state) {
-  return (!state.tensor || state.tensor->ranks->rank() == 0) && is_end_of_pipeline(state, /*first=*/false);
+  return state.ranks.is_first_of_tensor_axis() && has_last_stage(state.pipeline.get());
 }
 
 RecordedLayout layout_of(const ModelState& state, const config::DsConfig& config) {
@@ -125,9 +119,9 @@ void write_layout(const RecordedLayout& layout, const std::string& folder) {
 BatchTape tape_of(const ParityRun& run, const ModelState& state) {
   if (!run.keeps_batches) return BatchTape({}, {});
   if (!run.like.empty()) return BatchTape(run.like, {.reads = true});
-  const bool writes = !state.tensor || state.tensor->ranks->rank() == 0;
-  return BatchTape(run.folder, {.writes_inputs = writes && is_end_of_pipeline(state, /*first=*/true),
-                                .writes_labels = writes && is_end_of_pipeline(state, /*first=*/false)});
+  const bool writes = state.ranks.is_first_of_tensor_axis();
+  return BatchTape(run.folder, {.writes_inputs = writes && has_first_stage(state.pipeline.get()),
+                                .writes_labels = writes && has_last_stage(state.pipeline.get())});
 }
 
 // A tensor of a file that each rank of the pipeline of another run has written.
@@ -308,7 +302,7 @@ void ParityRecord::follow_generators() {
   const int64_t pipe_rank = run_.is_reference() ? 0 : state_.pipeline_rank();
   const std::string file = parity_generator_file(at.data_rank, pipe_rank, at.micro_batch);
   if (run_.like.empty()) {
-    if (!state_.tensor || state_.tensor->ranks->rank() == 0) {
+    if (state_.ranks.is_first_of_tensor_axis()) {
       write_states(parity_path(run_.folder, file), generators(state_));
     }
     return;
