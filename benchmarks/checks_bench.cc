@@ -21,11 +21,10 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <thread>
 #include <vector>
 
 #include "benchmarks/paired_timing.h"
-#include "comm/shared_memory/thread_group.h"
+#include "benchmarks/rank_threads.h"
 #include "core/check.h"
 #include "core/check_time.h"
 #include "dsengine/engine.h"
@@ -80,26 +79,6 @@ Times train(const Options& options, int stage, const std::shared_ptr<ds::comm::C
   return times;
 }
 
-Times measure(const Options& options, int stage) {
-  const ds::comm::ThreadGroup group(options.ranks);
-  Times of_rank_0;
-  std::exception_ptr failure;
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        const Times times = train(options, stage, group.communicator(rank));
-        if (rank == 0) of_rank_0 = times;
-      } catch (...) {
-        if (rank == 0) failure = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  if (failure) std::rethrow_exception(failure);
-  return of_rank_0;
-}
-
 void print_watch(const Times& times) {
   const auto more = [](const std::vector<double>& with, const std::vector<double>& without) {
     return ds::benchmarks::quantile(with, 0.5) - ds::benchmarks::quantile(without, 0.5);
@@ -125,7 +104,8 @@ int main(int argc, char** argv) {
     std::printf("%-7s %22s %22s %22s %22s %12s %12s %14s\n", "stage", "step, ms (quartile)", "checks, us (quartile)",
                 "share, % (quartile)", "waiting, us (quartile)", "watch, us", "it waits, us", "1 in 100, %");
     for (const int stage : {0, 1, 2, 3}) {
-      const Times times = measure(options, stage);
+      const auto train_rank = [&](const auto& ranks) { return train(options, stage, ranks); };
+      const Times times = ds::benchmarks::result_of_rank_0(options.ranks, train_rank);
       std::printf("%-7d", stage);
       const auto print = [](const std::vector<double>& values, double unit, const std::vector<double>& of) {
         double shown[2];

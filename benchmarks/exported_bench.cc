@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <ctime>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -34,12 +33,6 @@ namespace {
 
 constexpr int64_t kHeads = 2;
 constexpr double kDropout = 0.1;
-
-double thread_seconds() {
-  timespec now{};
-  ds::ensure(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0, "no CPU time of the thread");
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
 
 // The class Gpt of tests/exported/models.py, in C++, with the parameters of the exported one.
 class WrittenGpt {
@@ -120,7 +113,7 @@ class Job {
   // Returns the CPU time of one step.
   double run(bool interpreted) {
     torch::manual_seed(7);
-    const double start = thread_seconds();
+    const double start = ds::benchmarks::thread_seconds();
     {
       const at::Tensor output = interpreted ? exported_->forward(tokens_) : written_.forward(tokens_);
       const at::Tensor loss = at::cross_entropy_loss(output.reshape({-1, output.size(-1)}), next_);
@@ -129,7 +122,7 @@ class Job {
       ds::require<ds::InternalError>(loss.equal(loss_), "expected the loss ", loss_.item<float>(),
                                      " of the first step in every step, found ", loss.item<float>());
     }
-    const double seconds = thread_seconds() - start;
+    const double seconds = ds::benchmarks::thread_seconds() - start;
     for (const at::Tensor& parameter : exported_->parameters()) parameter.mutable_grad().zero_();
     return seconds;
   }
@@ -177,9 +170,9 @@ void compare(const Options& options) {
 void time_loading(const std::string& path) {
   for (int i = 0; i < 3; ++i) {
     std::shared_ptr<ds::ExportedModule> model;
-    const double start = thread_seconds();
+    const double start = ds::benchmarks::thread_seconds();
     model = ds::load_exported(path);
-    const double seconds = thread_seconds() - start;
+    const double seconds = ds::benchmarks::thread_seconds() - start;
     std::printf("%s: read in %.3f s of CPU time, %zu parameters\n", path.c_str(), seconds, model->parameters().size());
   }
 }

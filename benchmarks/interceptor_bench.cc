@@ -20,13 +20,13 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
 #include <iostream>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "benchmarks/paired_timing.h"
 #include "core/check.h"
 #include "core/op_interceptor.h"
 #include "examples/gpt/gpt_init.h"
@@ -37,6 +37,8 @@
 namespace {
 
 using ds::OpInterceptor;
+using ds::benchmarks::quantile;
+using ds::benchmarks::thread_seconds;
 using ds::zero::ParameterBucket;
 
 struct Size {
@@ -126,18 +128,6 @@ std::vector<ParameterBucket> into_buckets(const gpt::Gpt& model) {
     buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
   }
   return buckets;
-}
-
-double thread_seconds() {
-  timespec now{};
-  ds::ensure(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0, "no CPU time of the thread");
-  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
-
-double quantile(std::vector<double> values, double share) {
-  const auto place = values.begin() + static_cast<int64_t>(share * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), place, values.end());
-  return *place;
 }
 
 // Per step.

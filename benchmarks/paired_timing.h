@@ -5,8 +5,11 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <ctime>
 #include <functional>
 #include <vector>
+
+#include "core/check.h"
 
 namespace ds::benchmarks {
 
@@ -14,6 +17,13 @@ inline double seconds(const std::function<void()>& body) {
   const auto start = std::chrono::steady_clock::now();
   body();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// The CPU time of this thread, to which other programs add little.
+inline double thread_seconds() {
+  timespec now{};
+  ensure(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0, "no CPU time of the thread");
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
 inline double quantile(std::vector<double> values, double share) {

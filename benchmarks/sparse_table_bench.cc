@@ -16,11 +16,10 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <thread>
 #include <vector>
 
 #include "benchmarks/paired_timing.h"
-#include "comm/shared_memory/thread_group.h"
+#include "benchmarks/rank_threads.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
 
@@ -101,26 +100,6 @@ Times train(const Options& options, int stage, const std::shared_ptr<ds::comm::C
   return times;
 }
 
-Times measure(const Options& options, int size, int stage) {
-  const ds::comm::ThreadGroup group(size);
-  Times of_rank_0;
-  std::exception_ptr failure;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const Times times = train(options, stage, group.communicator(rank));
-        if (rank == 0) of_rank_0 = times;
-      } catch (...) {
-        if (rank == 0) failure = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  if (failure) std::rethrow_exception(failure);
-  return of_rank_0;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -139,7 +118,8 @@ int main(int argc, char** argv) {
                 "engine / plain (quartiles)");
     for (const int size : options.ranks) {
       for (const int stage : {0, 1, 2, 3}) {
-        const Times times = measure(options, size, stage);
+        const auto train_rank = [&](const auto& ranks) { return train(options, stage, ranks); };
+        const Times times = ds::benchmarks::result_of_rank_0(size, train_rank);
         const auto ratio = [&](double share) { return ds::benchmarks::quantile(times.ratio, share); };
         std::printf("%-6d %-6d %14.3f %14.3f %12.2f (%.2f to %.2f)\n", size, stage,
                     ds::benchmarks::quantile(times.plain, 0.5) * 1e3, ds::benchmarks::quantile(times.engine, 0.5) * 1e3,

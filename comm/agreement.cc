@@ -118,6 +118,11 @@ int64_t largest_of_ranks(int64_t value, c10::Device device, Communicator& ranks,
   return largest.item<int64_t>();
 }
 
+bool same_number_on_all_ranks(int64_t value, c10::Device device, Communicator& ranks, const char* label) {
+  const int64_t largest = largest_of_ranks(value, device, ranks, label);
+  return -largest_of_ranks(-value, device, ranks, label) == largest;
+}
+
 std::string message_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);

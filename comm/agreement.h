@@ -29,6 +29,9 @@ std::vector<int> hosts_of(Communicator& ranks, c10::Device device);
 // Returns the largest `value` of all ranks.
 int64_t largest_of_ranks(int64_t value, c10::Device device, Communicator& ranks, const char* label);
 
+// Returns whether all ranks have the same number. It is not the least of its type.
+bool same_number_on_all_ranks(int64_t value, c10::Device device, Communicator& ranks, const char* label);
+
 // Returns the mean of all ranks' values, the same bits on each; where all have the same value, exactly that one.
 double mean_of_ranks(double value, c10::Device device, Communicator& ranks, const char* label);
 

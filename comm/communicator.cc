@@ -123,14 +123,16 @@ std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ra
                                                       GroupUse use) {
   std::shared_ptr<Communicator> group;
   Collective meeting{.step = family_->step, .phase = family_->phase, .label = cat("new_group ", name)};
-  const std::function<void(size_t)> make_inside_of = [&](size_t first) {
-    if (first < observers_.size()) {
-      const Observation& own = observers_[first];
-      return own.observer->observe_making(own.group, meeting, [&] { make_inside_of(first + 1); });
-    }
+  std::function<void()> make = [&] {
     group = use == GroupUse::kMessages ? make_message_group(ranks, name) : make_group(ranks, name);
   };
-  make_inside_of(0);
+  // Each observer is around those after it.
+  for (auto own = observers_.rbegin(); own != observers_.rend(); ++own) {
+    make = [&meeting, &around = *own, inside = std::move(make)] {
+      around.observer->observe_making(around.group, meeting, inside);
+    };
+  }
+  make();
   if (!group) return group;
   group->family_ = family_;
   for (const Observation& own : observers_) {

@@ -44,8 +44,24 @@ at::Generator generator_of(const RandomStream& stream, c10::Device device) {
   return generator;
 }
 
-KeptGenerator::KeptGenerator() : state_(at::detail::getDefaultCPUGenerator().get_state()) {}
+std::vector<at::Generator> default_generators(c10::Device device) {
+  std::vector<at::Generator> generators = {at::detail::getDefaultCPUGenerator()};
+  if (!device.is_cpu()) generators.push_back(at::globalContext().defaultGenerator(device));
+  return generators;
+}
 
-KeptGenerator::~KeptGenerator() { at::Generator(at::detail::getDefaultCPUGenerator()).set_state(state_); }
+at::Tensor generator_state(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_generator_state(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+KeptGenerator::KeptGenerator() : state_(generator_state(at::detail::getDefaultCPUGenerator())) {}
+
+KeptGenerator::~KeptGenerator() { set_generator_state(at::detail::getDefaultCPUGenerator(), state_); }
 
 }  // namespace ds

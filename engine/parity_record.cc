@@ -1,7 +1,5 @@
 #include "engine/parity_record.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -13,7 +11,6 @@
 #include <functional>
 #include <iostream>
 #include <limits>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <unordered_set>
@@ -24,6 +21,7 @@
 #include "core/log.h"
 #include "core/number_text.h"
 #include "core/parity/parity_names.h"
+#include "core/random_streams.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
@@ -75,40 +73,26 @@ at::ScalarType recorded_dtype(const ModelState& state) {
 }
 
 void set_generators(const ModelState& state, const std::vector<at::Tensor>& states) {
-  const auto set = [](at::Generator generator, const at::Tensor& to) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(to);
-  };
-  set(at::detail::getDefaultCPUGenerator(), states.front());
-  if (states.size() > 1) set(at::globalContext().defaultGenerator(state.ranks.device), states.back());
+  const std::vector<at::Generator> all = default_generators(state.ranks.device);
+  for (size_t i = 0; i < std::min(all.size(), states.size()); ++i) set_generator_state(all[i], states[i]);
 }
 
 std::vector<at::Tensor> generators(const ModelState& state) {
-  const auto state_of = [](at::Generator generator) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    return generator.get_state();
-  };
-  std::vector<at::Tensor> result = {state_of(at::detail::getDefaultCPUGenerator())};
-  if (!state.ranks.device.is_cpu()) {
-    result.push_back(state_of(at::globalContext().defaultGenerator(state.ranks.device)));
+  std::vector<at::Tensor> result;
+  for (const at::Generator& generator : default_generators(state.ranks.device)) {
+    result.push_back(generator_state(generator));
   }
   return result;
 }
 
 // Whether the rank writes the tensors of its part of a pipeline, or the whole model.
 bool writes_tensors(const Ranks& ranks) {
-  return ranks.part->rank() == 0 && (!ranks.tensor || ranks.tensor->rank() == 0);
-}
-
-bool is_end_of_pipeline(const ModelState& state, bool first) {
-  if (!state.pipeline) return true;
-  const std::vector<int>& placement = state.pipeline->module->placement();
-  return (first ? placement.front() : placement.back()) == state.pipeline_rank();
+  return ranks.part->rank() == 0 && ranks.is_first_of_tensor_axis();
 }
 
 // Whether the rank has the losses of its data-parallel rank.
 bool writes_lines(const ModelState& state) {
-  return (!state.tensor || state.tensor->ranks->rank() == 0) && is_end_of_pipeline(state, /*first=*/false);
+  return state.ranks.is_first_of_tensor_axis() && has_last_stage(state.pipeline.get());
 }
 
 RecordedLayout layout_of(const ModelState& state, const config::DsConfig& config) {
@@ -135,9 +119,9 @@ void write_layout(const RecordedLayout& layout, const std::string& folder) {
 BatchTape tape_of(const ParityRun& run, const ModelState& state) {
   if (!run.keeps_batches) return BatchTape({}, {});
   if (!run.like.empty()) return BatchTape(run.like, {.reads = true});
-  const bool writes = !state.tensor || state.tensor->ranks->rank() == 0;
-  return BatchTape(run.folder, {.writes_inputs = writes && is_end_of_pipeline(state, /*first=*/true),
-                                .writes_labels = writes && is_end_of_pipeline(state, /*first=*/false)});
+  const bool writes = state.ranks.is_first_of_tensor_axis();
+  return BatchTape(run.folder, {.writes_inputs = writes && has_first_stage(state.pipeline.get()),
+                                .writes_labels = writes && has_last_stage(state.pipeline.get())});
 }
 
 // A tensor of a file that each rank of the pipeline of another run has written.
@@ -318,7 +302,7 @@ void ParityRecord::follow_generators() {
   const int64_t pipe_rank = run_.is_reference() ? 0 : state_.pipeline_rank();
   const std::string file = parity_generator_file(at.data_rank, pipe_rank, at.micro_batch);
   if (run_.like.empty()) {
-    if (!state_.tensor || state_.tensor->ranks->rank() == 0) {
+    if (state_.ranks.is_first_of_tensor_axis()) {
       write_states(parity_path(run_.folder, file), generators(state_));
     }
     return;

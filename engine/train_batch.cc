@@ -103,12 +103,10 @@ std::shared_ptr<MicroBatchDigests> digests_of(const Engine::Impl& engine, int mi
   const TensorParts* const tensor = engine.state.tensor.get();
   if (engine.state.pipeline_ranks() == 1 && tensor == nullptr) return nullptr;
   using Stage = MicroBatchDigests::Stage;
-  const std::vector<int>& rank_of = engine.state.pipeline->module->placement();
-  const int rank = engine.state.pipeline->ranks->rank();
-  Stage stage = Stage::kOther;
-  if (rank_of.front() != rank_of.back()) {
-    stage = rank == rank_of.front() ? Stage::kFirst : rank == rank_of.back() ? Stage::kLast : Stage::kOther;
-  }
+  // A rank with both stages takes all of a micro-batch by itself.
+  const bool first = has_first_stage(engine.state.pipeline.get());
+  const bool last = has_last_stage(engine.state.pipeline.get());
+  const Stage stage = first == last ? Stage::kOther : first ? Stage::kFirst : Stage::kLast;
   const auto axis = tensor ? MicroBatchDigests::AxisPlace{.rank = tensor->ranks->rank(), .ranks = tensor->ranks->size()}
                            : MicroBatchDigests::AxisPlace{};
   return std::make_shared<MicroBatchDigests>(micro_batches, stage, axis);
@@ -282,15 +280,9 @@ void Engine::set_dataiterator(pipeline::BatchSource next) {
   pipeline_of(*impl_, Call::kSetDataiterator).source = std::move(next);
 }
 
-bool Engine::is_first_stage() const {
-  const auto& pipeline = impl_->state.pipeline;
-  return !pipeline || pipeline->module->placement().front() == pipeline->ranks->rank();
-}
+bool Engine::is_first_stage() const { return has_first_stage(impl_->state.pipeline.get()); }
 
-bool Engine::is_last_stage() const {
-  const auto& pipeline = impl_->state.pipeline;
-  return !pipeline || pipeline->module->placement().back() == pipeline->ranks->rank();
-}
+bool Engine::is_last_stage() const { return has_last_stage(impl_->state.pipeline.get()); }
 
 int Engine::pipe_parallel_size() const { return impl_->state.pipeline_ranks(); }
 

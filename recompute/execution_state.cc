@@ -5,8 +5,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
+
+#include "core/random_streams.h"
 
 namespace ds::recompute {
 
@@ -27,8 +28,7 @@ std::vector<at::Device> accelerators_in_use(const std::vector<at::Tensor>& tenso
 }
 
 ExecutionState::OfGenerator ExecutionState::state_of(at::Generator generator) {
-  const std::lock_guard lock(generator.mutex());
-  at::Tensor state = generator.get_state();
+  at::Tensor state = generator_state(generator);
   return {std::move(generator), std::move(state)};
 }
 
@@ -65,11 +65,7 @@ void ExecutionState::set() const {
     at::autocast::set_autocast_enabled(autocast.device, autocast.enabled);
     at::autocast::set_autocast_dtype(autocast.device, autocast.dtype);
   }
-  for (const OfGenerator& of : generators_) {
-    at::Generator generator = of.generator;
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(of.state);
-  }
+  for (const OfGenerator& of : generators_) set_generator_state(of.generator, of.state);
 }
 
 ExecutionState::Scope::Scope(const ExecutionState& state) : before_(std::make_unique<ExecutionState>()) {

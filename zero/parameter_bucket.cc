@@ -159,15 +159,12 @@ ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Paramete
 ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters)
     : layout_(std::move(layout)), storage_(layout_, parameters, at::Tensor()) {}
 
-ParameterBucket ParameterBucket::of_slice(BucketLayout layout, const std::vector<Parameter>& parameters,
-                                          at::Tensor slice) {
+ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters, at::Tensor slice)
+    : layout_(std::move(layout)),
+      storage_(layout_, parameters, tensor_without_memory(layout_.numel, slice.options())),
+      slice_(std::move(slice)) {
   const at::NoGradGuard no_grad;
-  ParameterBucket bucket(std::move(layout), parameters);
-  bucket.storage_ =
-      BucketStorage(bucket.layout_, parameters, tensor_without_memory(bucket.layout_.numel, slice.options()));
-  bucket.slice_ = KeptSlice(std::move(slice));
-  bucket.storage_.begin_released();
-  return bucket;
+  storage_.begin_released();
 }
 
 std::string ParameterBucket::describe(size_t index) const {

@@ -95,7 +95,7 @@ class ParameterBucket {
 
   // Makes a bucket that is sharded from the start, and never was whole: it keeps `slice` itself, [layout.slice_numel],
   // as this rank's, in the dtype and on the device of the bucket.
-  static ParameterBucket of_slice(BucketLayout layout, const std::vector<Parameter>& parameters, at::Tensor slice);
+  ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters, at::Tensor slice);
 
   // Makes a bucket for gradients alone: the parameters stay where they are, and flat() is undefined.
   ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters);

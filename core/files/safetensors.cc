@@ -7,10 +7,8 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <string_view>
 
 #include "core/check.h"
@@ -51,24 +49,6 @@ size_t rank_of(const std::string& tensor_name, at::ScalarType dtype) {
                        ", which the format does not hold; convert it to float32, float64, float16, bfloat16, int8 to "
                        "int64, uint8 or bool"));
 }
-
-// nlohmann::json keeps the last of two equal keys; here they are an error.
-class DuplicateKeys {
- public:
-  bool operator()(int /*depth*/, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start) keys_.emplace_back();
-    if (event == json::parse_event_t::object_end) keys_.pop_back();
-    if (event == json::parse_event_t::key && !keys_.back().insert(parsed.get<std::string>()).second && !found_) {
-      found_ = parsed.get<std::string>();
-    }
-    return true;
-  }
-  const std::optional<std::string>& found() const { return found_; }
-
- private:
-  std::vector<std::set<std::string>> keys_;
-  std::optional<std::string> found_;
-};
 
 bool is_list_of_naturals(const json& value) {
   return value.is_array() && std::all_of(value.begin(), value.end(), [](const json& item) {
@@ -149,14 +129,14 @@ void SafetensorsFile::parse_header(const std::string& header) {
   require<IoError>(header.starts_with('{'), path_, ": not a safetensors file: expected the header to start with '{'");
   require<IoError>(!is_deep_json(header), path_, ": not a safetensors file: its header is nested more than ",
                    kDeepestJson, " deep");
-  DuplicateKeys duplicates;
   json parsed;
   try {
-    parsed = parse_json<json>(header, std::ref(duplicates));
+    parsed = parse_json<json>(header);
   } catch (const json::exception& error) {
     throw IoError(cat(path_, ": the header is not JSON: ", error.what()));
   }
-  require<IoError>(!duplicates.found(), path_, ": the header names \"", duplicates.found().value_or(""), "\" twice");
+  const std::optional<std::string> duplicate = find_duplicate_key(header);
+  require<IoError>(!duplicate, path_, ": the header names \"", duplicate.value_or(""), "\" twice");
   for (const auto& [name, value] : parsed.items()) {
     const std::string where = cat(path_, ": tensor \"", name, "\": ");
     if (name == kMetadataKey) {

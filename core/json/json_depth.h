@@ -1,8 +1,7 @@
 // A limit for JSON from elsewhere: nlohmann's parser takes any depth, but its dump() and copies recurse, so that a text
 // of millions of brackets would overflow the stack.
 //
-// The text is looked at before it is parsed. A callback of the parser could count as well, but a parser with a callback
-// looks at all values of an object once more behind each object in it: minutes for an object of tens of thousands.
+// The text is looked at before it is parsed. A callback of the parser could count as well, but is slow (parse_json.h).
 #pragma once
 
 #include <string>

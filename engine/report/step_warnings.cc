@@ -45,7 +45,7 @@ void StepWarnings::check_zeros(double norm, bool no_gradient, int64_t step) {
 // The mean of ranks is not finite where the loss of any rank is not: the others have nothing to look at.
 void StepWarnings::check_loss(std::optional<double> loss, const BatchNotes& batches, int64_t step) {
   if (!loss || std::isfinite(*loss)) return;
-  if (state_.ranks.tensor && state_.ranks.tensor->rank() > 0) return;  // it has the loss of the axis' first rank
+  if (!state_.ranks.is_first_of_tensor_axis()) return;  // it has the loss of the axis' first rank
   const std::optional<BatchNotes::BadLoss> bad = batches.first_bad_loss();
   if (!bad || !std::has_single_bit(++bad_losses_)) return;
   const std::string name = batches.name_of(bad->micro_batch);

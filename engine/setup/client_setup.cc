@@ -213,14 +213,8 @@ void make_client(ModelState& model, InitializeOptions& options, const config::Ds
 
 std::string client_lines(const ModelOptimizer& optimizer) {
   if (!optimizer.client) return {};
-  std::string text = cat("a client optimizer\t", optimizers::client_name(*optimizer.client), '\n');
-  size_t number = 0;
-  for (const optimizers::GroupOptions& group : optimizer.group_options()) {
-    text += cat("lr of parameter group ", number, '\t', group.lr, "\nweight_decay of parameter group ", number, '\t',
-                group.weight_decay, '\n');
-    ++number;
-  }
-  return text;
+  return cat("a client optimizer\t", optimizers::client_name(*optimizer.client), '\n',
+             group_lines(optimizer.group_options()));
 }
 
 OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParameters& parameters,

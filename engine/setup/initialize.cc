@@ -113,12 +113,7 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
     add("the parameter group of ", i < parameters.trainable.size() ? parameters.trainable[i].name : cat(i), '\t',
         groups.group_of[i]);
   }
-  for (size_t g = 0; g < groups.options.size(); ++g) {
-    const optimizers::GroupOptions& group = groups.options[g];
-    add("lr of parameter group ", g, '\t', group.lr);
-    add("weight_decay of parameter group ", g, '\t', group.weight_decay);
-    add("non_freeze of parameter group ", g, '\t', group.non_freeze);
-  }
+  text += group_lines(groups.options);
   for (size_t g = 0; g < groups.masks.size(); ++g) {
     if (!groups.masks[g].defined()) continue;
     const at::Tensor moves = groups.masks[g].ne(0).to(at::kCPU).contiguous();
@@ -148,8 +143,11 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
-  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_crossing.empty();
-  if (model.ranks.tensor) facts.pipe_inside_host = model.ranks.pipe_inside_host;
+  if (model.ranks.tensor) {
+    facts.tensor_leaves_host = model.ranks.tensor_crossing;
+    facts.tensor_inside_host = facts.tensor_leaves_host.empty();
+    facts.pipe_inside_host = model.ranks.pipe_inside_host;
+  }
   return facts;
 }
 
@@ -289,7 +287,6 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
-  facts.tensor_leaves_host = model.ranks.tensor_crossing;
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);

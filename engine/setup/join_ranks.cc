@@ -22,25 +22,36 @@
 namespace ds::engine {
 namespace {
 
-config::DsConfig parse_config(const InitializeOptions& options, int world_size, bool one_stage) {
+// What the program's PipelineModule says that replaces keys of the config. `one_stage`: nothing of how layers lie on
+// ranks. Without a PipelineModule all is empty.
+pipeline::PipelineOptions given_pipeline(const InitializeOptions& options, bool one_stage) {
   const auto module = pipeline_of(options);
-  const std::optional<int> stages = module && !one_stage ? module->options().stages : std::nullopt;
+  if (!module) return {};
+  pipeline::PipelineOptions given = module->options();
+  if (!one_stage) return given;
+  given.stages.reset();
+  given.schedule.reset();
+  given.chunks.reset();
+  given.partition.reset();
+  return given;
+}
+
+config::DsConfig parse_config(const InitializeOptions& options, int world_size, bool one_stage) {
+  const pipeline::PipelineOptions given = given_pipeline(options, one_stage);
   config::DsConfig config =
       config::parse(options.config,
                     {.world_size = world_size,
-                     .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
+                     .pipeline_stages = given.stages,
                      .tensor_ranks = options.mesh ? std::optional<int64_t>(options.mesh->size(comm::MeshAxis::kTensor))
                                                   : std::nullopt,
                      .auto_values = options.auto_values});
-  if (!module) return config;
-  const pipeline::PipelineOptions& given = module->options();
   config::PipelineSection& section = config.pipeline;
-  if (given.schedule && !one_stage) {
+  if (given.schedule) {
     section.schedule = *given.schedule;
     config::read_own_schedule(section);
   }
-  if (given.chunks && !one_stage) section.chunks = *given.chunks;
-  if (given.partition && !one_stage) section.partition = *given.partition;
+  if (given.chunks) section.chunks = *given.chunks;
+  if (given.partition) section.partition = *given.partition;
   if (given.seed_layers) section.seed_layers = *given.seed_layers;
   if (given.activation_checkpoint_interval) {
     section.activation_checkpoint_interval = *given.activation_checkpoint_interval;

@@ -19,7 +19,7 @@ std::shared_ptr<pipeline::PipelineModule> pipeline_of(const InitializeOptions& o
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
 // Gives a "cuda" without number the one of this rank on its host. `one_stage`: one rank runs all layers of a pipeline,
 // whatever the program's PipelineOptions say of stages. Collective; throws as initialize().
-Distributed join_ranks(const InitializeOptions& options, config::DsConfig& config, bool one_stage = false);
+Distributed join_ranks(const InitializeOptions& options, config::DsConfig& config, bool one_stage);
 
 // The program's grid of ranks, or pipelines of pipeline.stages ranks, with data-parallel ranks side by side; without
 // the groups of `ranks`, which the plan needs. Collective.

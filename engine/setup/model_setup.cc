@@ -179,10 +179,8 @@ void add_dtypes(const ModelParameters& parameters, PlanFacts& facts) {
 
 void require_one_precision(const PlanFacts& facts, const Ranks& ranks) {
   const int64_t own = facts.first_float64.empty() ? 0 : 1;
-  const char* label = "float64 layers";
-  const bool any = largest_of_ranks(own, ranks.device, *ranks.world, label) == 1;
-  const bool all = largest_of_ranks(-own, ranks.device, *ranks.world, label) == -1;
-  require(!any || all, "pipeline: layers of some stages are float64, those of others are not (here: ",
+  const bool same = same_number_on_all_ranks(own, ranks.device, *ranks.world, "float64 layers");
+  require(same, "pipeline: layers of some stages are float64, those of others are not (here: ",
           own == 1 ? facts.first_float64 : std::string("none is"), "): an engine trains a model in one dtype; make ",
           "all layers float64, or none");
 }

@@ -138,9 +138,8 @@ void require_alike_over_axis(const ModelState& model, const std::string& type) {
     text += '\n';
   }
   const auto hash = static_cast<int64_t>(fnv1a(text) >> 1);  // not negative
-  const int64_t largest = largest_of_ranks(hash, model.ranks.device, *model.tensor->ranks, "buckets of parts");
-  const int64_t smallest = -largest_of_ranks(-hash, model.ranks.device, *model.tensor->ranks, "buckets of parts");
-  require<ConfigError>(largest == smallest, "optimizer.type: ", type, " with tensor_parallel.autotp_size ",
+  const bool same = same_number_on_all_ranks(hash, model.ranks.device, *model.tensor->ranks, "buckets of parts");
+  require<ConfigError>(same, "optimizer.type: ", type, " with tensor_parallel.autotp_size ",
                        model.tensor->ranks->size(), " needs parts of one size on all ranks of the axis, found uneven ",
                        "ones, which lie in other buckets or slices on each. Keep what does not divide whole (a rule ",
                        "with Style::kWhole), or use ", optimizers::optimizer_names(optimizers::updates_alone));
@@ -217,6 +216,19 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
       add();
     }
   }
+}
+
+std::string group_lines(const std::vector<optimizers::GroupOptions>& groups) {
+  std::string text;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto add = [&](const char* what, const auto& value) {
+      text += cat(what, " of parameter group ", g, '\t', value, '\n');
+    };
+    add("lr", groups[g].lr);
+    add("weight_decay", groups[g].weight_decay);
+    add("non_freeze", groups[g].non_freeze);
+  }
+  return text;
 }
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "dsengine/config.h"
@@ -20,6 +21,9 @@ struct OptimizerGroups {
   std::vector<int> group_of;                      // the group of each trainable parameter
   std::vector<at::Tensor> masks;                  // ParameterGroup::exp_avg_mask of each group; undefined: none
 };
+
+// Describes what ranks have to bring alike of the groups of an optimizer, as lines "what<TAB>value".
+std::string group_lines(const std::vector<optimizers::GroupOptions>& groups);
 
 // Assigns every trainable parameter to a group. Group 0 has the config's values, and group i + 1 has those that
 // `groups[i]` sets. For Muon every group is split in two: matrices that Muon updates, and the rest with AdamW's values

@@ -23,6 +23,14 @@ namespace {
 // Steps for which scales are kept for what is computed again; a backward pass follows its forward within one or two.
 constexpr size_t kGenerationsKept = 16;
 
+// Returns the amax of the full tensor, float32 [], of which `values` is this rank's part. Collective over `axis`.
+at::Tensor shared_amax(const at::Tensor& values, comm::Communicator& axis) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor amax = amax_of(values).clone().view({1});
+  axis.all_reduce(amax, comm::ReduceOp::kMax, "amax of a part in fp8").wait();
+  return amax.select(0, 0);
+}
+
 }  // namespace
 
 Scaling::Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device)
@@ -61,14 +69,6 @@ void Scaling::share_parts(std::shared_ptr<comm::Communicator> axis, std::vector<
   weight_scales_.resize(parts_.size());
 }
 
-// float32 []: that of the full tensor, of which `values` is this rank's part.
-at::Tensor Scaling::shared_amax(const at::Tensor& values) const {
-  const at::NoGradGuard no_grad;
-  const at::Tensor amax = amax_of(values).clone().view({1});
-  axis_->all_reduce(amax, comm::ReduceOp::kMax, "amax of a part in fp8").wait();
-  return amax.select(0, 0);
-}
-
 // A scale that fits one part and not another would be another product than that of one rank, so all ranks of the axis
 // choose by the full weight: when it is first read after the scales have changed, as it then may have changed, too.
 at::Tensor Scaling::weight_scale(const at::Tensor& values, int64_t layer, const at::Tensor& scales) {
@@ -81,37 +81,31 @@ at::Tensor Scaling::weight_scale(const at::Tensor& values, int64_t layer, const 
   const ScaleChoice choice{.stored = scales.select(0, layer).select(0, static_cast<int64_t>(Kind::kWeight)),
                            .covers = true,
                            .margin = options_.margin};
-  const at::Tensor scale = chosen_scale(choice, shared_amax(values), format_of(Kind::kWeight));
+  const at::Tensor scale = chosen_scale(choice, shared_amax(values, *axis_), format_of(Kind::kWeight));
   const std::lock_guard lock(mutex_);
   weight_scales_[place] = {.chosen_for = scales, .scale = scale};
   return scale;
 }
 
-// The scale of the full tensor: of steps before, or of the tensor at hand.
-at::Tensor Scaling::scale_of_parts(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales) {
-  if (kind == Kind::kWeight) return weight_scale(values, layer, scales);
-  bool has_history = false;
-  {
-    const std::lock_guard lock(mutex_);
-    has_history = has_history_;
-  }
-  if (has_history) return scales.select(0, layer).select(0, static_cast<int64_t>(kind));
-  return scale_for(shared_amax(values), format_of(kind), options_.margin);
-}
-
 Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales,
                              bool records) {
   const bool delayed = options_.recipe == Recipe::kDelayed;
+  const bool in_parts = delayed && axis_ && parts_[static_cast<size_t>(layer)] != 0;
   const auto column = static_cast<int64_t>(kind);
   at::Tensor record;
-  if (delayed && records) {
+  bool has_history = false;
+  if (delayed) {
     const std::lock_guard lock(mutex_);
-    record = amax_.select(0, layer).select(0, column);
+    if (records) record = amax_.select(0, layer).select(0, column);
+    has_history = has_history_;
   }
   at::Tensor stored;
-  if (delayed) {
-    const bool in_parts = axis_ && parts_[static_cast<size_t>(layer)] != 0;
-    stored = in_parts ? scale_of_parts(values, layer, kind, scales) : scales.select(0, layer).select(0, column);
+  if (in_parts && kind == Kind::kWeight) {
+    stored = weight_scale(values, layer, scales);
+  } else if (in_parts && !has_history) {  // by the tensor at hand, over all of its parts
+    stored = scale_for(shared_amax(values, *axis_), format_of(kind), options_.margin);
+  } else if (delayed) {
+    stored = scales.select(0, layer).select(0, column);
   }
   return quantize_measured(
              values, format_of(kind),
@@ -151,13 +145,6 @@ void Scaling::tell_of_unused(int rank) {
                "computes with their weights is not on FP8; leave them out (fp8.exclude) if that is meant (said once)");
 }
 
-void Scaling::begin_scales(at::Tensor scales) {
-  scales_.push_back(std::move(scales));
-  if (scales_.size() <= kGenerationsKept) return;
-  scales_.pop_front();
-  ++first_generation_;
-}
-
 void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
   if (layers_.empty()) return;
   tell_of_unused(ranks.rank());
@@ -177,7 +164,10 @@ void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
   next_ = (next_ + 1) % options_.history;
   has_history_ = true;
   const at::Tensor scales = scales_from(options_.most_recent ? amax : history_.amax(0), before);
-  begin_scales(skip.defined() ? at::where(skipped, before, scales) : scales);
+  scales_.push_back(skip.defined() ? at::where(skipped, before, scales) : scales);
+  if (scales_.size() <= kGenerationsKept) return;
+  scales_.pop_front();
+  ++first_generation_;
 }
 
 // The entry that is written next holds what it did, and the scales in force are those that were.

@@ -90,11 +90,8 @@ class Scaling {
   void forget();
 
  private:
-  at::Tensor shared_amax(const at::Tensor& values) const;
-  at::Tensor scale_of_parts(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales);
   at::Tensor weight_scale(const at::Tensor& values, int64_t layer, const at::Tensor& scales);
   void tell_of_unused(int rank);
-  void begin_scales(at::Tensor scales);
   at::Tensor scales_from(const at::Tensor& amax, const at::Tensor& before) const;
 
   const ScalingOptions options_;

@@ -38,7 +38,7 @@ Share share_of(const ModelState& state, const HostFolders& folders, bool sliced,
     const auto [index, count] = folders.place_among(holders);
     return {index, count};
   }
-  if (whole && ranks.tensor && ranks.tensor->rank() > 0) return {};
+  if (whole && !ranks.is_first_of_tensor_axis()) return {};
   if (!sliced) return {ranks.part->rank(), ranks.part->size()};
   const std::shared_ptr<comm::Communicator>& replicas = ranks.groups.replicas;
   return replicas ? Share{replicas->rank(), replicas->size()} : Share{0, 1};

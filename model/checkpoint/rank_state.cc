@@ -1,17 +1,15 @@
 #include "model/checkpoint/rank_state.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Type.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -22,6 +20,7 @@
 #include "core/check.h"
 #include "core/files/safetensors.h"
 #include "core/log.h"
+#include "core/random_streams.h"
 #include "core/tensor_check.h"
 #include "core/text.h"
 #include "dsengine/optimizer.h"
@@ -29,19 +28,9 @@
 namespace ds::engine {
 namespace {
 
-constexpr const char* kHostGenerator = "rng.cpu";
-constexpr const char* kDeviceGenerator = "rng.device";
+// In the order of default_generators().
+constexpr std::array kGenerators = {"rng.cpu", "rng.device"};
 constexpr const char* kClientOptimizer = "client_optimizer";
-
-at::Tensor generator_state(at::Generator generator) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_generator_state(at::Generator generator, const at::Tensor& state) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(state);
-}
 
 // Returns the bytes that torch::save writes of an optimizer.
 at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
@@ -278,13 +267,10 @@ void add_buffers(const ModelState& model, const HostFolders& folders, const Buff
 }
 
 NamedTensors generator_states(const ModelState& model) {
-  const int rank = model.ranks.world->rank();
   NamedTensors tensors;
-  tensors.emplace_back(checkpoint::rank_path(rank, kHostGenerator),
-                       generator_state(at::detail::getDefaultCPUGenerator()));
-  if (!model.ranks.device.is_cpu()) {
-    tensors.emplace_back(checkpoint::rank_path(rank, kDeviceGenerator),
-                         generator_state(at::globalContext().defaultGenerator(model.ranks.device)));
+  for (const at::Generator& generator : default_generators(model.ranks.device)) {
+    const char* name = kGenerators.at(tensors.size());
+    tensors.emplace_back(checkpoint::rank_path(model.ranks.world->rank(), name), generator_state(generator));
   }
   return tensors;
 }
@@ -347,12 +333,10 @@ std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ran
 
 void load_generators(const ModelState& model, checkpoint::Source& source, bool same_ranks) {
   if (!same_ranks) return;
-  const int rank = model.ranks.world->rank();
-  const std::string host = checkpoint::rank_path(rank, kHostGenerator);
-  if (source.contains(host)) set_generator_state(at::detail::getDefaultCPUGenerator(), source.tensor(host));
-  const std::string device = checkpoint::rank_path(rank, kDeviceGenerator);
-  if (!model.ranks.device.is_cpu() && source.contains(device)) {
-    set_generator_state(at::globalContext().defaultGenerator(model.ranks.device), source.tensor(device));
+  const std::vector<at::Generator> generators = default_generators(model.ranks.device);
+  for (size_t i = 0; i < generators.size(); ++i) {
+    const std::string path = checkpoint::rank_path(model.ranks.world->rank(), kGenerators.at(i));
+    if (source.contains(path)) set_generator_state(generators[i], source.tensor(path));
   }
 }
 

@@ -40,6 +40,14 @@ struct PipelineState {
   bool is_copy(const std::string& name) const { return is_tied_copy(tied, name); }
 };
 
+// Whether this rank has the first, or the last, of all stages. Null: the model is no pipeline, and each rank has both.
+inline bool has_first_stage(const PipelineState* pipeline) {
+  return pipeline == nullptr || pipeline->module->placement().front() == pipeline->ranks->rank();
+}
+inline bool has_last_stage(const PipelineState* pipeline) {
+  return pipeline == nullptr || pipeline->module->placement().back() == pipeline->ranks->rank();
+}
+
 // Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
 std::unique_ptr<PipelineState> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,

@@ -28,7 +28,7 @@ Axis tensor_axis(const ModelState& state) {
   axis.squares = axis.local_squares = {.ranks = tensor.ranks.get()};
   axis.same_data = &tensor;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    axis.counts.push_back(tensor.ranks->rank() == 0 || state.is_part(b) ? 1 : 0);
+    axis.counts.push_back(state.ranks.is_first_of_tensor_axis() || state.is_part(b) ? 1 : 0);
     if (!state.is_summed(b)) continue;
     axis.sums.push_back({.bucket = b, .ranks = tensor.ranks.get(), .label = cat("summed gradients of bucket ", b)});
   }

@@ -210,7 +210,7 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     const auto dtype = static_cast<at::ScalarType>(layout.dtype);
     if (options.shard && layout.row_width > 0) {  // no rank ever has the whole: Note [Row-wise tables]
       const at::Tensor slice = start.of_slice(layout, parameters.trainable);
-      model.buckets.push_back(zero::ParameterBucket::of_slice(std::move(layout), parameters.trainable, slice));
+      model.buckets.emplace_back(std::move(layout), parameters.trainable, slice);
       model.masters.push_back(slice);
       continue;
     }

@@ -32,6 +32,8 @@ struct Ranks {
   comm::Communicator& layer_ranks() const { return layers ? *layers : *part; }
   // Returns the lowest of layer_ranks().
   int first_of_layer_ranks() const { return world->rank() - layer_ranks().rank(); }
+  // Whether this rank does what one rank of each tensor axis does for all of it. True where parameters are full.
+  bool is_first_of_tensor_axis() const { return !tensor || tensor->rank() == 0; }
   int tensor_ranks() const { return tensor ? tensor->size() : 1; }
   // Returns this rank's number among those that draw random numbers of their own. Ranks of a tensor axis draw alike.
   int stream() const { return world->rank() / tensor_ranks(); }

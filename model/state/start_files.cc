@@ -1,6 +1,5 @@
 #include "model/state/start_files.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -338,8 +337,7 @@ at::Tensor StartFiles::filled(const std::string& name, const std::vector<int64_t
   static std::mutex one_at_a_time;  // the default generator is the process's
   const std::lock_guard lock(one_at_a_time);
   const KeptGenerator kept;
-  at::Generator(at::detail::getDefaultCPUGenerator())
-      .set_current_seed(key_of({.seed = options_.seed, .purpose = name}));
+  default_generators(at::kCPU).front().set_current_seed(key_of({.seed = options_.seed, .purpose = name}));
   const at::Tensor values =
       at::full(sizes, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions(optimizers::state_type(dtype)));
   options_.match.fill(name, values);

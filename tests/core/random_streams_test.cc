@@ -66,6 +66,16 @@ TEST(RandomStreams, LeaveTheDefaultGeneratorAlone) {
   EXPECT_TRUE(at::equal(at::rand({4}), expected));
 }
 
+TEST(GeneratorStates, ThatAreTakenUpDrawTheSameNumbersAgain) {
+  const std::vector<at::Generator> generators = default_generators(at::kCPU);
+  ASSERT_EQ(generators.size(), 1U);
+  const at::Tensor state = generator_state(generators.front());
+  const at::Tensor drawn_first = at::rand({4});
+  EXPECT_FALSE(at::equal(generator_state(generators.front()), state));
+  set_generator_state(generators.front(), state);
+  EXPECT_TRUE(at::equal(at::rand({4}), drawn_first));
+}
+
 TEST(RandomStreams, OfNeighboursHaveUnrelatedKeys) {
   std::set<uint64_t> keys;
   for (const RandomStream& stream : neighbours()) keys.insert(key_of(stream));

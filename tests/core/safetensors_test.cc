@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/files/atomic_file.h"
+#include "core/text.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
@@ -103,12 +104,26 @@ TEST_F(SafetensorsTest, DataThatAForeignWriterLeftUnalignedIsRead) {
   EXPECT_TRUE(torch::equal(SafetensorsFile(file).tensor("a"), torch::zeros({2})));
 }
 
+// A parser of nlohmann's with a callback takes minutes for this header: its time grows with the square of the number.
+TEST_F(SafetensorsTest, HeadersOfManyTensorsAreReadAndSearchedForEqualNames) {
+  constexpr int kTensors = 50'000;
+  const auto entry = [](int name, int place) {
+    return cat("\"t", name, R"(":{"dtype":"U8","shape":[1],"data_offsets":[)", place, ",", place + 1, "]}");
+  };
+  std::string entries;
+  for (int i = 0; i < kTensors; ++i) entries += entry(i, i) + ",";
+  const SafetensorsFile file(broken("{" + entries + entry(kTensors, kTensors) + "}", kTensors + 1));
+  EXPECT_EQ(file.entries().size(), kTensors + 1U);
+  expect_refused("{" + entries + entry(7, kTensors) + "}", kTensors + 1, "the header names \"t7\" twice");
+}
+
 TEST_F(SafetensorsTest, BrokenFilesAreRefusedWithAReason) {
   expect_refused("[]", 0, "start with '{'");
   expect_refused("{", 0, "not JSON");
   expect_refused(
       R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
       8, "names \"a\" twice");
+  expect_refused(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"dtype":"F32"}})", 4, "names \"dtype\" twice");
   expect_refused(R"({"a":{"dtype":"F32","shape":[1]}})", 4, "expected {dtype, shape, data_offsets}");
   expect_refused(R"({"a":{"dtype":"F9","shape":[1],"data_offsets":[0,4]}})", 4, "dtype \"F9\"");
   expect_refused(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4, "integers >= 0");

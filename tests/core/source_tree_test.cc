@@ -363,7 +363,9 @@ std::string locale_in(const std::string& line) {
   const auto has = [&code](const char* part) { return code.find(part) != std::string::npos; };
   if (has("printf(") && std::regex_search(code, kPrintedFloat)) return "printf of a floating-point number";
   if (has("stream") && !has("classic_stream<") && std::regex_search(code, kStream)) return "a stream";
-  if (has("json::parse(") || has("Json::parse(") || has("json::accept(")) return "json::parse";
+  for (const char* reader : {"json::parse(", "Json::parse(", "json::accept(", "json::sax_parse("}) {
+    if (has(reader)) return "json::parse";
+  }
   return "";
 }
 

@@ -14,6 +14,8 @@
 #include "core/check.h"
 #include "engine/engine_impl.h"
 #include "tests/model/small_run.h"
+#include "tests/support/count_of.h"
+#include "tests/support/flip_bit.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/partition.h"
 #include "zero/value_digest.h"
@@ -22,6 +24,8 @@ namespace ds::engine {
 namespace {
 
 using nlohmann::ordered_json;
+using test::count_of;
+using test::flip_bit;
 using test::run_ranks;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -37,11 +41,6 @@ struct NetWithTableImpl : torch::nn::Module {
   at::Tensor table;
 };
 TORCH_MODULE(NetWithTable);
-
-// Flips a bit that nothing else sees: no version changes.
-void flip(const at::Tensor& tensor, size_t bit) {
-  static_cast<uint8_t*>(tensor.data_ptr())[bit / 8] ^= static_cast<uint8_t>(1U << bit % 8);
-}
 
 ordered_json watched(int stage, const std::string& precision) {
   ordered_json config = small_config(stage, 1);
@@ -131,10 +130,10 @@ TEST_P(ReplicaWatchTest, EachFlippedBitIsFoundByName) {
       const auto drawn = draws();
       const bool is_wrong = (cell.copies ? drawn % 2 * 2 : drawn % static_cast<uint64_t>(cell.world)) ==
                             static_cast<uint64_t>(ranks.rank());
-      if (is_wrong) flip(values, bit);
+      if (is_wrong) flip_bit(values, bit);
       EXPECT_THAT([&] { impl.replicas->step_made(i + 10); },
                   ThrowsMessage<UsageError>(AllOf(HasSubstr(cat("after step ", i + 10)), HasSubstr(name))));
-      if (is_wrong) flip(values, bit);
+      if (is_wrong) flip_bit(values, bit);
       EXPECT_NO_THROW(impl.replicas->step_made(i + 10));
     }
   });
@@ -148,7 +147,7 @@ TEST(ReplicaWatch, NamesTheOneRankThatDiffersAndStopsTheRun) {
     config["optimizer"]["params"] = {{"lr", 0.0}, {"weight_decay", 0.0}};  // the flipped bit stays as it is
     const auto engine = start(model.ptr(), config, ranks).engine;
     make_steps(*engine, model, 0, 2);
-    if (ranks.rank() == 2) flip(model->net->last->weight, 5);
+    if (ranks.rank() == 2) flip_bit(model->net->last->weight, 5);
     make_steps(*engine, model, 2, 3);
     EXPECT_THAT([&] { make_steps(*engine, model, 3, 4); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("after step 4"), HasSubstr("of the data-parallel ranks"),
@@ -203,7 +202,7 @@ TEST(ReplicaWatch, ZeroComparesNothing) {
     ordered_json config = watched(0, "");
     config["check_replicas"] = 0;
     const auto engine = start(model.ptr(), config, ranks).engine;
-    if (ranks.rank() == 1) flip(model->table, 3);
+    if (ranks.rank() == 1) flip_bit(model->table, 3);
     EXPECT_NO_THROW(make_steps(*engine, model, 0, 3));
   });
 }
@@ -215,10 +214,10 @@ TEST(ReplicaWatch, AParameterThatIsNotItsMasterIsFoundOnOneRank) {
       const auto engine = start(model.ptr(), watched(0, precision), ranks).engine;
       make_steps(*engine, model, 0, 2);
       ReplicaWatch& watch = *EngineAccess::impl_of(*engine).replicas;
-      flip(model->net->first->weight, 4);
+      flip_bit(model->net->first->weight, 4);
       EXPECT_THAT([&] { watch.step_made(2); },
                   ThrowsMessage<UsageError>(HasSubstr("net.first.weight of rank 0 is not its master, rounded")));
-      flip(model->net->first->weight, 4);
+      flip_bit(model->net->first->weight, 4);
       // NaNs of other codes are NaN as well.
       const at::Tensor& master = EngineAccess::impl_of(*engine).state.masters.front();
       master[0].fill_(std::numeric_limits<float>::quiet_NaN());
@@ -260,12 +259,6 @@ Told told_by_ranks_that_round(int stage, const std::vector<std::function<void(Ne
   return told;
 }
 
-size_t count_of(const std::string& text, const std::string& part) {
-  size_t count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
-}
-
 TEST(ReplicaWatch, ProcessorsOfSeveralKindsPartByRoundingWhichIsAWarningWithItsSize) {
   const auto add = [](double value) {
     return [value](NetWithTable& model, ModelState&) { model->net->last->bias.data()[0].add_(value); };
@@ -292,8 +285,8 @@ TEST(ReplicaWatch, WhatIsNoRoundingIsAnErrorOnProcessorsOfSeveralKinds) {
     model->net->last->bias.data()[0].fill_(std::numeric_limits<float>::quiet_NaN());
   };
   expect_error(0, not_a_number);
-  expect_error(0, [](NetWithTable& model) { flip(model->table, 0); });              // which nobody updates
-  expect_error(1, [](NetWithTable& model) { flip(model->net->last->weight, 0); });  // whose owner has sent it
+  expect_error(0, [](NetWithTable& model) { flip_bit(model->table, 0); });              // which nobody updates
+  expect_error(1, [](NetWithTable& model) { flip_bit(model->net->last->weight, 0); });  // whose owner has sent it
 }
 
 TEST(ReplicaWatch, ThePlanSaysThatRanksRoundInDifferentWays) {
@@ -351,7 +344,7 @@ TEST(ReplicaWatch, BuffersThatAreBroadcastAreCompared) {
     }
     engine->step();
     pass(3);
-    if (ranks.rank() == 1) flip(model->count, 3);
+    if (ranks.rank() == 1) flip_bit(model->count, 3);
     EXPECT_THAT([&] { engine->step(); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("after step 4"), HasSubstr("buffer count is not the same on"),
                                                 HasSubstr("change buffers in forward, or after step()"))));
@@ -366,7 +359,7 @@ TEST(ReplicaWatch, ChecksumsSeeEachBitAndTheOrderOfElements) {
     EXPECT_EQ(of(values.clone()), before);
     for (const size_t bit : {size_t{0}, size_t{31}, 32 * static_cast<size_t>(elements) - 1}) {
       const at::Tensor other = values.clone();
-      flip(other, bit);
+      flip_bit(other, bit);
       EXPECT_NE(of(other), before) << elements << ", " << bit;
     }
     if (elements > 4096) EXPECT_NE(of(values.roll(1)), before);

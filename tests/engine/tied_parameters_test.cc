@@ -13,6 +13,7 @@
 #include "tests/model/small_run.h"
 #include "tests/pipeline/layered_model.h"
 #include "tests/support/borrowed.h"
+#include "tests/support/flip_bit.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::pipeline {
@@ -90,7 +91,7 @@ TEST(TiedParameters, ALostBitOfACopyIsFoundByCheckReplicas) {
       ASSERT_EQ(copies.size(), 3);  // with two states of AdamW
       for (const auto& [name, values] : copies) {
         const auto flip = [&] {
-          if (world.rank() == 1) static_cast<uint8_t*>(values.data_ptr())[9] ^= 4U;
+          if (world.rank() == 1) test::flip_bit(values, 9 * 8 + 2);
         };
         flip();
         EXPECT_THAT([&] { impl.replicas->step_made(7); },

@@ -163,15 +163,10 @@ test::Waits waits_of_batches(const SplitJob& job, int steps) {
     const auto train = [&](int count) {
       for (int step = 0; step < count; ++step) engine->train_batch([&] { return batch; });
     };
-    const auto count = [&] {
-      all.arrive_and_wait();
-      if (world.rank() == 0) waits = test::take_waits();
-      all.arrive_and_wait();
-    };
     train(2);
-    count();
+    test::take_waits(all, world.rank() == 0, waits);
     train(steps);
-    count();
+    test::take_waits(all, world.rank() == 0, waits);
   });
   return waits;
 }

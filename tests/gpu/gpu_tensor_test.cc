@@ -140,15 +140,10 @@ Waits waits_of_steps(GptRun run, int steps) {
         engine->step();
       }
     };
-    const auto count = [&] {
-      all.arrive_and_wait();
-      if (ranks.rank() == 0) waits = test::take_waits();
-      all.arrive_and_wait();
-    };
     make_steps(3);
-    count();
+    test::take_waits(all, ranks.rank() == 0, waits);
     make_steps(steps);
-    count();
+    test::take_waits(all, ranks.rank() == 0, waits);
     at::ones({1}, at::TensorOptions(device)).item<float>();
     all.arrive_and_wait();
     if (ranks.rank() == 0) EXPECT_NE(test::text_of(test::take_waits()), "") << "who asks for a number waits for it";

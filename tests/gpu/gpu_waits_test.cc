@@ -54,16 +54,10 @@ Waits waits_of_steps(const ordered_json& config, int world) {
         made.engine->step();
       }
     };
-    const auto count = [&](Waits& counted) {
-      all.arrive_and_wait();
-      if (ranks.rank() == 0) counted = take_waits();
-      all.arrive_and_wait();
-    };
     make_steps(3);
-    Waits before;
-    count(before);
+    take_waits(all, ranks.rank() == 0, waits);
     make_steps(kSteps);
-    count(waits);
+    take_waits(all, ranks.rank() == 0, waits);
   };
   test::on_devices(world, train);
   return waits;

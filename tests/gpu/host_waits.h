@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <barrier>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -23,6 +24,13 @@ inline Waits take_waits() {
   waits.clear();
   take([](const char* what, int64_t times) { waits[what] = times; });
   return waits;
+}
+
+// Does so on the first of the ranks that meet at `all`, while none of them goes on. Others leave `waits` as it is.
+inline void take_waits(std::barrier<>& all, bool is_first, Waits& waits) {
+  all.arrive_and_wait();
+  if (is_first) waits = take_waits();
+  all.arrive_and_wait();
 }
 
 inline std::string text_of(const Waits& waits) {

@@ -49,6 +49,8 @@ struct Job {
   bool tied = true;
   PipelineOptions options{.loss = cross_entropy};
   std::function<std::vector<LayerSpec>()> layers;
+  // None: the optimizer is the config's.
+  std::function<std::shared_ptr<torch::optim::Optimizer>(torch::nn::Module&)> make_optimizer;
 };
 
 inline void run(const Job& job, const std::function<void(Rank&)>& body) {
@@ -57,7 +59,8 @@ inline void run(const Job& job, const std::function<void(Rank&)>& body) {
     const auto model =
         std::make_shared<PipelineModule>(job.layers ? job.layers() : layers_of(4, job.tied), job.options);
     const auto ranks = test::borrowed(world);
-    auto parts = engine::initialize({.model = model, .config = job.config, .communicator = ranks});
+    auto parts = engine::initialize(
+        {.model = model, .config = job.config, .make_optimizer = job.make_optimizer, .communicator = ranks});
     Rank rank{*parts.engine, world.rank()};
     body(rank);
   });

@@ -135,29 +135,16 @@ struct ClientJob {
   nlohmann::json more = nlohmann::json::object();
 };
 
-void run_client(const ClientJob& job, const std::function<void(Rank&)>& body) {
-  nlohmann::json config = config_of(job.pipe, "1f1b", job.zero_stage);
-  config.merge_patch(job.more);
-  test::run_ranks(job.pipe * job.data, [&](comm::Communicator& world) {
-    torch::set_num_threads(1);
-    const auto model = std::make_shared<PipelineModule>(layers_of(4, job.tied), PipelineOptions{.loss = cross_entropy});
-    auto parts = engine::initialize(
-        {.model = model, .config = config, .make_optimizer = job.make, .communicator = test::borrowed(world)});
-    Rank rank{*parts.engine, world.rank()};
-    body(rank);
-  });
+Job job_of(const ClientJob& client) {
+  Job job{.ranks = client.pipe * client.data,
+          .config = config_of(client.pipe, "1f1b", client.zero_stage),
+          .tied = client.tied,
+          .make_optimizer = client.make};
+  job.config.merge_patch(client.more);
+  return job;
 }
 
-std::vector<double> client_losses(const ClientJob& job) {
-  std::vector<double> losses;
-  run_client(job, [&](Rank& rank) {
-    for (int step = 0; step < kSteps; ++step) {
-      const double loss = rank.train_step(step);
-      if (rank.world_rank == 0) losses.push_back(loss);
-    }
-  });
-  return losses;
-}
+std::vector<double> client_losses(const ClientJob& job) { return losses_of(job_of(job)); }
 
 std::shared_ptr<torch::optim::Optimizer> plain_adamw(torch::nn::Module& model) {
   return adamw_over(model.parameters());
@@ -225,12 +212,12 @@ TEST(PipelineClientOptimizer, GoesOnInOtherStagesAndFromTheConfigsOptimizer) {
   const MakeOptimizer make = plain_adamw;
   for (const auto& [from, to] : {std::pair(make, MakeOptimizer()), {MakeOptimizer(), make}, {make, make}}) {
     const test::ScratchFolder folder;
-    run_client({.pipe = 2, .zero_stage = 1, .make = from}, [&](Rank& rank) {
+    run(job_of({.pipe = 2, .zero_stage = 1, .make = from}), [&](Rank& rank) {
       for (int step = 0; step < kSteps / 2; ++step) rank.train_step(step);
       rank.engine.save_checkpoint(folder.path().string());
     });
     std::vector<double> losses;
-    run_client({.pipe = 4, .zero_stage = 2, .make = to}, [&](Rank& rank) {
+    run(job_of({.pipe = 4, .zero_stage = 2, .make = to}), [&](Rank& rank) {
       rank.engine.load_checkpoint(folder.path().string());
       for (int step = kSteps / 2; step < kSteps; ++step) {
         const double loss = rank.train_step(step);

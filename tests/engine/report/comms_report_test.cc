@@ -14,6 +14,7 @@
 #include "dsengine/device_mesh.h"
 #include "dsengine/engine.h"
 #include "tests/model/small_run.h"
+#include "tests/support/count_of.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -147,11 +148,7 @@ TEST(CommsLog, SummaryIsRankZeros) {
 }
 
 // How often the table is in what is logged.
-int tables_in(const std::string& text) {
-  int tables = 0;
-  for (size_t at = text.find("Comm. Op"); at != std::string::npos; at = text.find("Comm. Op", at + 1)) ++tables;
-  return tables;
-}
+size_t tables_in(const std::string& text) { return test::count_of(text, "Comm. Op"); }
 
 TEST(CommsLog, AnEngineThatEndsLogsTheTableOnceIfNobodyHas) {
   log::set_level("info");
@@ -163,7 +160,7 @@ TEST(CommsLog, AnEngineThatEndsLogsTheTableOnceIfNobodyHas) {
       make_steps(*engine, model, 1);
       if (asked) log_summary(*engine);
     });
-    EXPECT_EQ(tables_in(::testing::internal::GetCapturedStderr()), 1) << asked;
+    EXPECT_EQ(tables_in(::testing::internal::GetCapturedStderr()), 1U) << asked;
   }
 }
 
@@ -180,10 +177,7 @@ TEST(CommsLog, VerboseIsALineForEachOperationOfRankZero) {
     if (ranks.rank() == 0) operations = own;
   });
   const std::string text = ::testing::internal::GetCapturedStderr();
-  int64_t lines = 0;
-  for (size_t at = text.find("rank: 0 | comm op: "); at != std::string::npos; ++lines) {
-    at = text.find("rank: 0 | comm op: ", at + 1);
-  }
+  const auto lines = static_cast<int64_t>(test::count_of(text, "rank: 0 | comm op: "));
   EXPECT_EQ(lines, operations);
   EXPECT_GT(lines, 0);
   EXPECT_THAT(text, Not(HasSubstr("rank: 1 | comm op: ")));

@@ -7,9 +7,12 @@
 #include <memory>
 #include <string>
 
+#include "tests/support/count_of.h"
+
 namespace ds {
 namespace {
 
+using test::count_of;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -29,12 +32,6 @@ Ran run(const std::string& what, const std::string& environment = "") {
   const int status = pclose(pipe);
   result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return result;
-}
-
-size_t count_of(const std::string& text, const std::string& part) {
-  size_t count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 TEST(Spawn, RanksMeetAndTheProgramGoesOnOnce) {

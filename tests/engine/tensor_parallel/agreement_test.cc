@@ -14,6 +14,8 @@
 #include "dsengine/optimizer.h"
 #include "engine/engine_impl.h"
 #include "tests/engine/tensor_parallel/split_training.h"
+#include "tests/support/count_of.h"
+#include "tests/support/flip_bit.h"
 
 namespace ds::engine {
 namespace {
@@ -246,7 +248,7 @@ TEST(TensorParallelAgreement, EachFlippedBitOfAReplicatedParameterIsTold) {
         const size_t bit = draws() % (8 * values.nbytes());
         const bool is_wrong = static_cast<int>(draws() % 2) == world.rank();
         const auto flip = [&] {
-          if (is_wrong) static_cast<uint8_t*>(values.data_ptr())[bit / 8] ^= static_cast<uint8_t>(1U << bit % 8);
+          if (is_wrong) test::flip_bit(values, bit);
         };
         flip();
         try {
@@ -259,9 +261,7 @@ TEST(TensorParallelAgreement, EachFlippedBitOfAReplicatedParameterIsTold) {
       }
     });
     const std::string log = ::testing::internal::GetCapturedStderr();
-    int told = 0;
-    const std::string begin = "of the ranks of one tensor axis, ";
-    for (size_t at = log.find(begin); at != std::string::npos; at = log.find(begin, at + 1)) ++told;
+    const auto told = static_cast<int>(test::count_of(log, "of the ranks of one tensor axis, "));
     EXPECT_EQ(told + errors, kFlips) << precision << log;
     EXPECT_GT(told, kFlips / 4);
   }

@@ -8,10 +8,12 @@
 #include <sstream>
 
 #include "core/text.h"
+#include "tests/support/count_of.h"
 
 namespace ds::pipeline {
 namespace {
 
+using test::count_of;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -19,12 +21,6 @@ using enum ScheduleKind;
 
 std::string drawn(const Schedule& schedule, const StageTimes& times, int width, bool color) {
   return to_terminal(schedule, simulate(schedule, {times}), width, color);
-}
-
-size_t count(const std::string& text, const std::string& part) {
-  size_t found = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
 }
 
 TEST(ScheduleView, LettersTellKindsApartWithoutColour) {
@@ -64,7 +60,7 @@ TEST(ScheduleView, LongSchedulesAreCutInBands) {
       if (line.starts_with("   0 ")) cells += line.size() - 20;
     }
     EXPECT_EQ(cells, 3U * 66) << text;  // 3 (m + p - 1) columns of three characters
-    EXPECT_EQ(count(text, "F19"), 3U) << text;
+    EXPECT_EQ(count_of(text, "F19"), 3U) << text;
   }
 }
 
@@ -125,9 +121,9 @@ TEST(ScheduleView, SvgHasABoxForEveryAction) {
   const std::string svg = to_svg(schedule, plan);
   size_t actions = 0;
   for (const auto& list : plan.ranks) actions += list.size();
-  EXPECT_EQ(count(svg, "</title></rect>"), actions + 8);  // and two in the legend for each of four kinds
-  EXPECT_EQ(count(svg, "<rect"), actions + 8 + 3);
-  EXPECT_EQ(count(svg, "<text"), count(svg, "</text>"));
+  EXPECT_EQ(count_of(svg, "</title></rect>"), actions + 8);  // and two in the legend for each of four kinds
+  EXPECT_EQ(count_of(svg, "<rect"), actions + 8 + 3);
+  EXPECT_EQ(count_of(svg, "<text"), count_of(svg, "</text>"));
   EXPECT_THAT(svg, AllOf(HasSubstr("<title>dualpipev: 3 ranks, 2 stages a rank, 8 micro-batches</title>"),
                          HasSubstr("<title>0F0: 0 to 1</title>"), HasSubstr("rank 2"), Not(HasSubstr("measured"))));
   EXPECT_EQ(svg, to_svg(schedule, plan));
