@@ -160,6 +160,10 @@ void add_statistics(const ModelState& state, ListedValues& to) {
   }
 }
 
+// Whether ranks with other parameters beside a common one keep what belongs to it in the same memory. By a ratio each of
+// them chooses by the sizes of its own buckets.
+bool share_homes(const ModelState& state) { return !state.offloaded || state.plan.offload.ratio >= 1; }
+
 // Appends the group to `all`, unless there is nothing to compare.
 void end_group(ReplicatedValues group, std::vector<ReplicatedValues>& all) {
   if (!group.values.empty() && group.ranks->size() > 1) all.push_back(std::move(group));
@@ -212,7 +216,7 @@ void add_tensor_axis(const ModelState& state, std::vector<ReplicatedValues>& all
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     if (state.is_part(b)) continue;
     add_kept(state, state.buckets[b], /*computed=*/true, axis.values);
-    add_own_state(state, b, axis.values);
+    if (share_homes(state)) add_own_state(state, b, axis.values);
   }
   for (const zero::Parameter& frozen : state.frozen_outside_buckets()) {
     if (frozen.part == nullptr) axis.values.push_back({.name = frozen.name, .values = frozen.tensor});
@@ -231,7 +235,7 @@ void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& al
       if (pipeline.tied_of_bucket[b] != static_cast<int>(tie)) continue;
       trained = true;
       add_kept(state, state.buckets[b], /*computed=*/true, copies.values);
-      add_own_state(state, b, copies.values);
+      if (share_homes(state)) add_own_state(state, b, copies.values);
     }
     if (!trained && state.gatherer == nullptr) {  // frozen
       copies.values.push_back({.name = tied.name, .values = trained_tensor(tied.parameters.front())});
