@@ -160,8 +160,8 @@ void add_statistics(const ModelState& state, ListedValues& to) {
   }
 }
 
-// Whether ranks with other parameters beside a common one keep what belongs to it in the same memory. By a ratio each of
-// them chooses by the sizes of its own buckets.
+// Whether ranks with other parameters beside a common one keep what belongs to it in the same memory. By a ratio each
+// of them chooses by the sizes of its own buckets.
 bool share_homes(const ModelState& state) { return !state.offloaded || state.plan.offload.ratio >= 1; }
 
 // Appends the group to `all`, unless there is nothing to compare.
