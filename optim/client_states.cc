@@ -104,21 +104,6 @@ std::optional<StateFields> fields_of(to::OptimizerParamState& state) {
   return std::nullopt;
 }
 
-NamedStates tensors_of(to::OptimizerParamState& state) {
-  NamedStates result;
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    if (tensor.defined()) result.emplace_back(name, tensor);
-  };
-  if (auto* const lbfgs = exactly<to::LBFGSParamState>(state)) {
-    add("d", lbfgs->d());
-    add("H_diag", lbfgs->H_diag());
-    add("prev_flat_grad", lbfgs->prev_flat_grad());
-  } else if (const std::optional<StateFields> fields = fields_of(state)) {
-    for (const auto& [name, tensor] : fields->tensors) add(name, *tensor);
-  }
-  return result;
-}
-
 std::string client_name(const to::Optimizer& optimizer) {
   const std::type_info& type = typeid(optimizer);
   if (type == typeid(to::SGD)) return "SGD";

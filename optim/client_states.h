@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "dsengine/lr_schedule.h"
-#include "dsengine/optimizer.h"
 
 namespace ds::optimizers {
 
@@ -26,9 +25,6 @@ struct StateFields {
 };
 // Nothing for a class that is none of torch's, or is derived from one.
 std::optional<StateFields> fields_of(torch::optim::OptimizerParamState& state);
-
-// Returns the tensors of a state of one of torch's classes by name, but for the lists of LBFGS; none of another class.
-NamedStates tensors_of(torch::optim::OptimizerParamState& state);
 
 // The state that each parameter of a group has between steps.
 struct ClientState {
