@@ -111,7 +111,7 @@ int run_job(Options options, const std::vector<std::string>& environment, Consol
 
 // `words` are argv[1...], `environment` the inherited one. Returns the exit code: that of the first failed rank, 128 +
 // signal, 255 when a host was lost, 127 or 126 when the program was not found or cannot be run, 2 for a wrong command
-// line or setting.
+// line or setting. Of the command parity: 0, 1 or 2 (launcher/parity/parity_command.h).
 int launch(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
   // A signal that the parent ignores stays ignored over exec, so each is set here. Ranks get the defaults back.
   signal(SIGCHLD, SIG_DFL);  // else the kernel keeps no status of a rank that has ended

@@ -65,7 +65,10 @@ at::Tensor device_checksum_of(const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const at::Tensor flat = values.detach().contiguous().view({-1});
   if (flat.is_cpu()) return at::scalar_tensor(checksum_on_host(flat), at::kLong);
-  const at::Tensor words = flat.view(word_type(flat.element_size()));
+  return checksum_in_rows(flat.view(word_type(flat.element_size())));
+}
+
+at::Tensor checksum_in_rows(const at::Tensor& words) {
   constexpr int64_t kRow = 4096;
   const int64_t in_rows = words.numel() / kRow * kRow;
   const at::Tensor rows = words.narrow(0, 0, in_rows).view({-1, kRow}).sum({1}, /*keepdim=*/false, at::kLong);

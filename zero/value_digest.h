@@ -15,6 +15,9 @@ at::Tensor device_digest_of(const at::Tensor& integers);
 // A checksum of all bits of a strided tensor: int64 [] on its device. It changes with any one bit, and with rows that
 // change places, by far. Does not wait.
 at::Tensor device_checksum_of(const at::Tensor& values);
+// A checksum of a flat tensor of integers: int64 [] on its device, the same number on a host and on a GPU. It changes
+// with any one element. Does not wait.
+at::Tensor checksum_in_rows(const at::Tensor& words);
 // The sum of as many elements of a tensor of floating-point numbers, weighted by their places, and the sum of their
 // magnitudes, weighted alike: float64 [2] on their device. Tensors that are equal but for rounding have sums whose
 // difference is small beside the second number. Does not wait.

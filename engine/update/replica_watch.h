@@ -13,8 +13,11 @@
 //  * along a tensor axis: the same of parameters that are not split, and the default generators;
 //  * among stages of a pipeline: the same of tied weights;
 //  * on each rank: parameters of 16 bits and their masters, rounded.
-// Left out are masters and states in host memory and files, slices in files, states of an optimizer of the program's
-// own, and all under ZeroOneAdam, whose ranks step by themselves between their meetings.
+// Masters and states count wherever a step leaves them in memory: on the device, in host memory (offload_optimizer,
+// super_offload), or in a program's optimizer of torch's classes. Left out are those in files, which a comparison would
+// have to read; those of a delayed update, which still changes them; with a ratio of offload_optimizer, those along a
+// tensor axis and of tied weights; states of a class of the program's, which only its serialize() shows, through the
+// host; parameters in files; and all under ZeroOneAdam, whose ranks step by themselves between their meetings.
 //
 // Note [Replicas that part by rounding]
 // Where each rank computes an update by itself, from the same gradients, replicas are equal to the bit only while the

@@ -3,16 +3,22 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
+#include <torch/optim/lbfgs.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
 
+#include "core/device/readback.h"
 #include "core/text.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "model/state/shared_buffers.h"
 #include "model/state/tensor_parts.h"
+#include "optim/client_states.h"
 #include "zero/partition.h"
+#include "zero/value_digest.h"
 
 namespace ds::engine {
 namespace {
@@ -53,8 +59,14 @@ std::vector<KeptRun> own_runs(const ModelState& state, size_t b) {
   return kept_runs(state.buckets[b], state.plan.partition_optimizer, state.ranks.groups.shards->rank());
 }
 
-// Adds what this rank keeps of a bucket from step to step.
+// Whether what this rank keeps of a bucket lies in a file, where it has no memory between its uses.
+bool in_file(const ModelState& state, const zero::ParameterBucket& bucket) {
+  return bucket.sharded() && state.plan.offload.parameters == zero::Home::kFile;
+}
+
+// Adds what this rank keeps of a bucket from step to step, where that is in memory.
 void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, bool computed, ListedValues& to) {
+  if (in_file(state, bucket)) return;
   const at::Tensor& kept = bucket.kept();
   if (bucket.sharded() && bucket.kept_slice().bits() > 0) {  // elements have no places of their own in the code
     to.push_back({.name = bucket.parameters().front().name, .values = kept});
@@ -67,15 +79,65 @@ void add_kept(const ModelState& state, const zero::ParameterBucket& bucket, bool
   }
 }
 
-// Whether this rank has masters beside the parameters, on the device.
+// Whether the master and the states of a bucket can be read after a step, without a wait. In a file they have no memory
+// outside of an update, and a delayed update changes them beside the next pass.
+bool is_at_hand(const ModelState& state, size_t b) {
+  const zero::Offload& offload = state.plan.offload;
+  return !state.updates_on_host(b) || (offload.optimizer == zero::Home::kHost && !offload.delayed);
+}
+
+// Whether this rank has masters beside the parameters that can be read.
 bool has_own_master(const ModelState& state, size_t b) {
-  return !state.updates_on_host(b) && state.masters[b].defined() &&
-         state.masters[b].scalar_type() != state.buckets[b].options().dtype();
+  const at::Tensor& master = state.masters[b];
+  if (!master.defined() || !is_at_hand(state, b)) return false;
+  if (state.updates_on_host(b)) return !master.is_alias_of(state.own_part(b));
+  return master.scalar_type() != state.buckets[b].options().dtype();
+}
+
+// Returns the states of a bucket that ranks can compare, flat: none of a class of the program's, which only its
+// serialize() shows, by a copy on the host.
+optimizers::NamedStates readable_states(const ModelState& state, size_t b) {
+  if (!state.optimizer.own || !is_at_hand(state, b)) return {};
+  if (const auto& kinds = state.optimizer.client_states) {
+    const bool is_written = std::any_of(kinds->begin(), kinds->end(), [](const auto& kind) { return kind.is_written; });
+    if (is_written) return {};
+  }
+  return state.optimizer.states(b);
+}
+
+// Returns the tensors of a state of one of torch's classes by name, but for the lists of LBFGS; none of another class.
+optimizers::NamedStates tensors_of(torch::optim::OptimizerParamState& state) {
+  optimizers::NamedStates result;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined()) result.emplace_back(name, tensor);
+  };
+  if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
+    add("d", lbfgs->d());
+    add("H_diag", lbfgs->H_diag());
+    add("prev_flat_grad", lbfgs->prev_flat_grad());
+  } else if (const auto fields = optimizers::fields_of(state)) {
+    for (const auto& [name, tensor] : fields->tensors) add(name, *tensor);
+  }
+  return result;
+}
+
+// Adds the states that an optimizer of the program's keeps of the parameters of a bucket, where it steps on full
+// parameters (stage 0, on ranks that have the whole model) and they are of a class of torch's.
+void add_client_states(const ModelState& state, size_t b, ListedValues& to) {
+  if (!state.optimizer.steps_on_parameters()) return;
+  const auto& entries = state.optimizer.client->state();
+  for (const zero::Parameter& parameter : state.buckets[b].parameters()) {
+    const auto entry = entries.find(parameter.tensor.unsafeGetTensorImpl());
+    if (entry == entries.end() || !entry->second) continue;
+    for (const auto& [name, values] : tensors_of(*entry->second)) {
+      to.push_back(
+          {.name = cat("the optimizer state ", name, " of ", parameter.name), .values = values, .computed = true});
+    }
+  }
 }
 
 // Adds what each rank computes beside the parameters of a bucket: masters, states of the optimizer, and the moving
-// average of the weights. Where something of the model is offloaded, nothing but masters at stage 0: what lies in host
-// memory or in files is not compared.
+// average of the weights.
 void add_own_state(const ModelState& state, size_t b, ListedValues& to) {
   const std::vector<KeptRun> runs = own_runs(state, b);
   const auto add = [&](const std::string& what, const at::Tensor& tensor) {
@@ -92,13 +154,9 @@ void add_own_state(const ModelState& state, size_t b, ListedValues& to) {
                     .computed = true});
     }
   };
-  if (has_own_master(state, b) && (!state.offloaded || !state.plan.partition_optimizer)) {
-    add("the master", state.masters[b]);
-  }
-  if (state.offloaded) return;
-  if (!state.optimizer.client) {  // which would have to write its states out
-    for (const auto& [name, values] : state.optimizer.states(b)) add(cat("the optimizer state ", name), values);
-  }
+  if (has_own_master(state, b)) add("the master", state.masters[b]);
+  for (const auto& [name, values] : readable_states(state, b)) add(cat("the optimizer state ", name), values);
+  add_client_states(state, b, to);
   if (state.average) add("the moving average", state.average->values(b));
 }
 
@@ -118,6 +176,10 @@ void add_statistics(const ModelState& state, ListedValues& to) {
     }
   }
 }
+
+// Whether ranks with other parameters beside a common one keep what belongs to it in the same memory. By a ratio each
+// of them chooses by the sizes of its own buckets.
+bool share_homes(const ModelState& state) { return !state.offloaded || state.plan.offload.ratio >= 1; }
 
 // Appends the group to `all`, unless there is nothing to compare.
 void end_group(ReplicatedValues group, std::vector<ReplicatedValues>& all) {
@@ -171,7 +233,7 @@ void add_tensor_axis(const ModelState& state, std::vector<ReplicatedValues>& all
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     if (state.is_part(b)) continue;
     add_kept(state, state.buckets[b], /*computed=*/true, axis.values);
-    add_own_state(state, b, axis.values);
+    if (share_homes(state)) add_own_state(state, b, axis.values);
   }
   for (const zero::Parameter& frozen : state.frozen_outside_buckets()) {
     if (frozen.part == nullptr) axis.values.push_back({.name = frozen.name, .values = frozen.tensor});
@@ -190,7 +252,7 @@ void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& al
       if (pipeline.tied_of_bucket[b] != static_cast<int>(tie)) continue;
       trained = true;
       add_kept(state, state.buckets[b], /*computed=*/true, copies.values);
-      add_own_state(state, b, copies.values);
+      if (share_homes(state)) add_own_state(state, b, copies.values);
     }
     if (!trained && state.gatherer == nullptr) {  // frozen
       for (const at::Tensor& parameter : tied.parameters) {
@@ -202,6 +264,19 @@ void add_tied_weights(const ModelState& state, std::vector<ReplicatedValues>& al
     }
     end_group(std::move(copies), all);
   }
+}
+
+// The codes of 16-bit numbers: int16, with one code for all NaNs, because which one a kernel writes says nothing.
+at::Tensor codes_of(const at::Tensor& numbers) {
+  return numbers.view(at::kShort).masked_fill(numbers.isnan(), std::numeric_limits<int16_t>::max());
+}
+
+// Whether a run of 16-bit weights is not its master, rounded: int64 [] on the weights' device, 1 or 0. A master in host
+// memory is summed there, and the sum alone travels, so that neither waits for the other.
+at::Tensor differs_from_master(const at::Tensor& own, const at::Tensor& master) {
+  const at::Tensor rounded = codes_of(master.to(own.scalar_type()));
+  if (master.device() == own.device()) return rounded.ne(codes_of(own)).any().to(at::kLong);
+  return zero::checksum_in_rows(codes_of(own)).ne(sent_to(own.device(), zero::checksum_in_rows(rounded))).to(at::kLong);
 }
 
 at::Tensor drawn_state_of(at::Generator generator) {
@@ -239,27 +314,22 @@ std::vector<ReplicatedValue> WatchedGenerators::look(c10::Device device) {
 
 std::vector<ReplicatedValues> replicated_values(const ModelState& state, bool buffers_shared) {
   std::vector<ReplicatedValues> all;
-  const bool in_files = state.plan.offload.parameters == zero::Home::kFile;
-  if (!in_files) add_data_ranks(state, buffers_shared, all);
-  if (state.tensor && !in_files) add_tensor_axis(state, all);
-  if (state.pipeline && !in_files) add_tied_weights(state, all);
+  add_data_ranks(state, buffers_shared, all);
+  if (state.tensor) add_tensor_axis(state, all);
+  if (state.pipeline) add_tied_weights(state, all);
   return all;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> compared_with_masters(const ModelState& state) {
   std::vector<std::pair<std::string, at::Tensor>> result;
-  if (state.plan.offload.parameters == zero::Home::kFile) return result;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (!has_own_master(state, b)) continue;
+    if (in_file(state, state.buckets[b]) || !has_own_master(state, b)) continue;
     const at::Tensor own = state.own_part(b);
-    if (own.element_size() != sizeof(int16_t) || own.device() != state.masters[b].device()) continue;
-    const at::Tensor rounded = state.masters[b].to(own.scalar_type());
-    at::Tensor differs = rounded.view(at::kShort).ne(own.view(at::kShort));
-    // NaNs have many codes: which one a kernel writes says nothing.
-    differs = differs.logical_and_(rounded.isnan().logical_and_(own.isnan()).logical_not_());
+    if (own.element_size() != sizeof(int16_t)) continue;
     for (const KeptRun& run : own_runs(state, b)) {
       const Segment& s = run.segment;
-      result.emplace_back(run.name, differs.narrow(0, s.slice_offset, s.length).any().to(at::kLong));
+      result.emplace_back(run.name, differs_from_master(own.narrow(0, s.slice_offset, s.length),
+                                                        state.masters[b].narrow(0, s.slice_offset, s.length)));
     }
   }
   return result;

@@ -54,8 +54,8 @@ class WatchedGenerators {
 // them.
 std::vector<ReplicatedValues> replicated_values(const ModelState& state, bool buffers_shared);
 
-// A name for each 16-bit parameter whose master is on the same device, and int64 [] there: 1 where an element is not
-// its master, rounded, else 0.
+// A name for each 16-bit parameter whose master is in memory, and int64 [] on the parameter's device: 1 where an
+// element is not its master, rounded, else 0. Does not wait for the device.
 std::vector<std::pair<std::string, at::Tensor>> compared_with_masters(const ModelState& state);
 
 }  // namespace ds::engine

@@ -3,8 +3,8 @@
 //   cd examples/exported && ds-launch --num_procs 2 PATH/train_exported MODEL.pt2 MODEL.data.pt
 //
 // The data: a file of torch.save, or a .safetensors file, with a tensor for each input of the model's forward, one
-// sample for each index of dimension 0. Rank r of W takes samples r, r + W, ... of a batch. What forward returns as
-// "loss", or alone, is minimised. MODEL.trained.pt2 is the same program with the trained weights, for Python.
+// sample for each index of dimension 0. Each rank takes its part of the next ones, in the order of ranks. What forward
+// returns as "loss", or alone, is minimised. MODEL.trained.pt2 is the same program with the trained weights, for Python.
 #include <dsengine/checkpoint.h>
 #include <dsengine/engine.h>
 #include <dsengine/exported_model.h>
@@ -31,11 +31,12 @@ ds::ExportedInputs read_data(const std::string& path, const ds::ExportedModule& 
   return data;
 }
 
-// The samples of a rank in a step; behind the last sample comes the first one.
+// The samples of a rank in its micro-batch number `step`, from 1: those of all ranks come one after the other, and
+// behind the last sample the first one.
 ds::ExportedInputs batch_of(const ds::ExportedInputs& data, ds::engine::Engine& engine, int64_t step) {
   const int64_t samples = data.at(0).second.toTensor().size(0);
   const int64_t size = engine.train_micro_batch_size_per_gpu();
-  const auto chosen = (torch::arange(size) + step * size) * engine.dp_world_size() + engine.global_rank();
+  const auto chosen = torch::arange(size) + ((step - 1) * engine.dp_world_size() + engine.communicator().rank()) * size;
   ds::ExportedInputs batch;
   for (const auto& [name, tensor] : data) {
     batch.emplace_back(name, tensor.toTensor().index_select(0, chosen % samples).to(engine.device()));

@@ -309,7 +309,11 @@ Options parse_options(const std::vector<std::string>& words, const std::vector<s
   RawFlags raw;
   RestartFlags restarts;
   LaunchLineFlags lines;
-  CLI::App app("Starts the ranks of a training program, here or on many hosts, and ends them together.", "ds-launch");
+  CLI::App app(
+      "Starts the ranks of a training program, here or on many hosts, and ends them together. ds-launch parity CONFIG "
+      "-- program args... compares their training with that of one rank (exit code 0: equal, 1: different, 2: nothing "
+      "is compared; ds-launch parity --help).",
+      "ds-launch");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
   declare_rank_flags(app, raw, options);

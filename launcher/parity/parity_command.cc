@@ -18,6 +18,11 @@ namespace {
 constexpr const char* kUsage =
     "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] [--replay] [--one_order] "
     "CONFIG -- PROGRAM ARGS";
+// As those of diff and cmp.
+constexpr const char* kExitCodes =
+    "Exit codes: 0 both train the same; 1 they do not; 2 nothing is compared, because a run has failed (the message "
+    "has "
+    "its exit code), the command line is wrong, or a record is missing or damaged.";
 
 struct ParityOptions {
   std::string config;
@@ -122,28 +127,31 @@ constexpr const char* kNoBatches =
     "module directly. Let it call engine->forward(model, input, target), or train_batch(source) in a pipeline; or give "
     "its data as .training_data, whose batches need no --replay";
 
-// Starts the runs.
+// Starts the runs. Each of them throws UsageError where the program has not ended well.
 struct Starter {
   const ParityOptions& options;
   const std::vector<std::string>& environment;
   const RunJob& run;
 
   // The wanted layout, which writes to `to`. `like`: the folder of the first run, for one with batches in `order`.
-  int layout(const std::string& to, const std::string& like = {}, const std::string& order = {}) const {
-    return start(options.launch, options.config,
-                 {{kParityFolderVariable, to}, {kParityLikeVariable, like}, {kParityOrderVariable, order}});
+  void layout(const std::string& to, const std::string& like = {}, const std::string& order = {}) const {
+    start(like.empty() ? "the run of the layout" : "the second run of the layout", options.launch, options.config,
+          {{kParityFolderVariable, to}, {kParityLikeVariable, like}, {kParityOrderVariable, order}});
   }
-  int one_rank(const std::string& to, const std::string& like) const {
-    return start(on_one_rank(options.launch), options.against.empty() ? options.config : options.against,
-                 {{kParityFolderVariable, to}, {kParityLikeVariable, like}});
+  void one_rank(const std::string& to, const std::string& like) const {
+    start("the run on one rank", on_one_rank(options.launch),
+          options.against.empty() ? options.config : options.against,
+          {{kParityFolderVariable, to}, {kParityLikeVariable, like}});
   }
-  int start(const Options& launch, const std::string& config,
-            std::vector<std::pair<const char*, std::string>> variables) const {
+  void start(const char* what, const Options& launch, const std::string& config,
+             std::vector<std::pair<const char*, std::string>> variables) const {
     variables.emplace_back(kParityConfigVariable, std::filesystem::absolute(config).string());
     variables.emplace_back(kParityStepsVariable, cat(options.steps));
     if (options.replays) variables.emplace_back(kParityBatchesVariable, "1");
     std::erase_if(variables, [](const auto& variable) { return variable.second.empty(); });
-    return run(launch, with_variables(environment, variables));
+    const int code = run(launch, with_variables(environment, variables));
+    require<UsageError>(code == 0, "ds-launch parity: expected ", what, " to end with exit code 0, found ", code,
+                        "; nothing is compared. What it has said is above");
   }
 };
 
@@ -153,27 +161,27 @@ int run_parity(const std::vector<std::string>& words, const std::vector<std::str
                const RunJob& run) {
   const ParityOptions options = parse_parity(words, environment);
   if (options.launch.answer) {
-    console.raw(Console::kOut, cat(kUsage, "\n\n", *options.launch.answer));
-    return 0;
+    console.raw(Console::kOut, cat(kUsage, "\n\n", kExitCodes, "\n\n", *options.launch.answer));
+    return kParityEqual;
   }
   const RecordFolder folder(options.folder);
   const Starter start{options, environment, run};
-  if (const int code = start.layout(folder.of_run()); code != 0) return code;
+  start.layout(folder.of_run());
   const RecordedRun layout = read_run(folder.of_run());
   require<ConfigError>(!options.replays || layout.has_batches(), kNoBatches);
   std::optional<RecordedRun> other_order;
   if (options.has_other_order) {
     const char* const order = layout.draws() ? kParityOrderBatches : kParityOrderSamples;
-    if (const int code = start.layout(folder.of_other_order(), folder.of_run(), order); code != 0) return code;
+    start.layout(folder.of_other_order(), folder.of_run(), order);
     other_order = read_run(folder.of_other_order());
   }
-  if (const int code = start.one_rank(folder.of_reference(), folder.of_run()); code != 0) return code;
+  start.one_rank(folder.of_reference(), folder.of_run());
   const RecordedRun reference = read_run(folder.of_reference(), layout.layout);
   ChosenBounds bounds = other_order ? choose_bounds(layout, reference, &*other_order)
                                     : choose_bounds(layout, reference, nullptr, "--one_order asks for no second run");
   const ParityVerdict verdict = judge_parity(layout, reference, std::move(bounds));
   console.line(Console::kOut, verdict.text);
-  return verdict.equal ? 0 : 1;
+  return verdict.equal ? kParityEqual : kParityDifferent;
 }
 
 }  // namespace ds::launcher

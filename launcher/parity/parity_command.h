@@ -19,11 +19,16 @@ namespace ds::launcher {
 // The first word of such a command line. A program of this name starts as ./parity, or after --.
 inline constexpr const char* kParityWord = "parity";
 
+// The exit codes of the command; where nothing could be compared it throws, and ds-launch ends with 2.
+inline constexpr int kParityEqual = 0;
+inline constexpr int kParityDifferent = 1;
+
 // Starts a job, and returns its exit code.
 using RunJob = std::function<int(const Options& options, const std::vector<std::string>& environment)>;
 
-// Runs the command. `words` follow kParityWord. Returns 0 where layout and one rank train the same, 1 where they do
-// not, else the exit code of the run that failed. Throws ConfigError, IoError.
+// Runs the command. `words` follow kParityWord. Returns kParityEqual where layout and one rank train the same,
+// kParityDifferent where they do not. Throws UsageError, with its exit code, for a run that failed, ConfigError, and
+// IoError for records that cannot be read.
 int run_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment, Console& console,
                const RunJob& run);
 

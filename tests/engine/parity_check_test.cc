@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/collective_observer.h"
 #include "core/check.h"
 #include "core/parity/parity_names.h"
 #include "engine/parity_run.h"
@@ -33,6 +34,8 @@ struct Checked {
   std::function<at::Tensor(SmallNet&, int64_t, bool)> loss_of = [](SmallNet& net, int64_t i, bool) {
     return net->loss(sample(i, 0));
   };
+  // The program's own optimizer; null: the config's.
+  std::function<std::shared_ptr<torch::optim::Optimizer>(SmallNet&, bool)> optimizer_of = nullptr;
 
   ParityReport on(comm::Communicator& ranks) const {
     int runs = 0;
@@ -40,9 +43,12 @@ struct Checked {
       const bool is_layout = ++runs <= 2;
       SmallNet net;
       if (is_layout) planted(net);
-      return ParityProgram{
-          .options = {.model = net.ptr(), .config = config, .communicator = borrowed(ranks), .seed_generators = false},
-          .loss = [net, is_layout, this](int64_t i) mutable { return loss_of(net, i, is_layout); }};
+      return ParityProgram{.options = {.model = net.ptr(),
+                                       .config = config,
+                                       .optimizer = optimizer_of ? optimizer_of(net, is_layout) : nullptr,
+                                       .communicator = borrowed(ranks),
+                                       .seed_generators = false},
+                           .loss = [net, is_layout, this](int64_t i) mutable { return loss_of(net, i, is_layout); }};
     });
   }
 };
@@ -196,6 +202,61 @@ TEST(ParityCheck, PaddingThatIsCountedInTheMeanIsNamed) {
     return net->loss(sample(i, 0)) * (is_layout ? 4.0 / static_cast<double>(5 + i % 3) : 1.0);
   };
   expect_report(checked, {"step 1: the loss is", "padding or empty tokens are counted in the mean"});
+}
+
+// Leaves the data-parallel axis out of the gradient norm: all ranks take the squares of one.
+class NormOfOneRank final : public comm::CollectiveObserver {
+ public:
+  int add_group(const std::string& /*name*/, const std::vector<int>& /*ranks*/, int /*own*/) override { return 0; }
+  comm::Work observe(int /*group*/, comm::Collective& collective, c10::function_ref<comm::Work()> launch) override {
+    if (collective.label == "gradient norm") collective.op = comm::ReduceOp::kMax;
+    return launch();
+  }
+  void phase(const char* /*name*/, int64_t /*step*/, int64_t /*micro_step*/) override {}
+};
+
+TEST(ParityCheck, ANormWithoutOneAxisIsNamed) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    ranks.observe_with(std::make_shared<NormOfOneRank>());
+    const ParityReport report = Checked{.config = quiet(2, 1)}.on(ranks);
+    EXPECT_FALSE(report.equal);
+    EXPECT_THAT(report.text, AllOf(HasSubstr("step 1: the gradient norm is"), HasSubstr("each gradient agrees"),
+                                   HasSubstr("without one axis of the ranks")));
+  });
+}
+
+// A program that goes on from a file of torch::save(), and on the wanted layout forgets it.
+TEST(ParityCheck, AnOptimizerStateThatWasNotLoadedIsNamed) {
+  const test::ScratchFolder folder;
+  const std::string file = folder.path().string() + "/optimizer.pt";
+  const auto made_for = [](SmallNet& net) {
+    return std::make_shared<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(0.02));
+  };
+  {
+    SmallNet net;
+    const auto optimizer = made_for(net);
+    for (int64_t step = 0; step < 3; ++step) {
+      optimizer->zero_grad();
+      net->loss(sample(step + 100, 0)).backward();
+      optimizer->step();
+    }
+    torch::save(*optimizer, file);
+  }
+  const auto checked = [&](bool forgets) {
+    Checked program{.config = quiet(1, 1)};
+    program.optimizer_of = [&, forgets](SmallNet& net, bool is_layout) {
+      const auto optimizer = made_for(net);
+      if (!is_layout || !forgets) torch::load(*optimizer, file);
+      return optimizer;
+    };
+    return program;
+  };
+  expect_report(checked(/*forgets=*/true), {"step 1: the gradients agree, and the update of",
+                                            "an optimizer state or a step count that was not loaded"});
+  run_ranks(2, [&](comm::Communicator& ranks) {
+    const ParityReport report = checked(/*forgets=*/false).on(ranks);
+    EXPECT_TRUE(report.equal) << report.text;
+  });
 }
 
 TEST(ParityCheck, BatchesThatAreWrittenDownComeBack) {

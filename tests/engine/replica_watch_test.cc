@@ -13,9 +13,11 @@
 
 #include "core/check.h"
 #include "engine/engine_impl.h"
+#include "tests/model/offloaded/offload_run.h"
 #include "tests/model/small_run.h"
 #include "tests/support/count_of.h"
 #include "tests/support/flip_bit.h"
+#include "tests/support/own_optimizers.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/partition.h"
 #include "zero/value_digest.h"
@@ -30,6 +32,8 @@ using test::run_ranks;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
+using torch::optim::AdamParamState;
+using torch::optim::LBFGSParamState;
 
 // SmallNet with a frozen table.
 struct NetWithTableImpl : torch::nn::Module {
@@ -62,7 +66,14 @@ struct WatchCase {
   int world;
   std::string precision;
   bool copies = false;  // of the model state on two ranks each
+  ordered_json offload_optimizer = {};
 };
+
+ordered_json config_of(const WatchCase& cell) {
+  ordered_json config = with_offload(watched(cell.stage, cell.precision), cell.offload_optimizer);
+  if (cell.copies) config["zero_optimization"]["mics_shard_size"] = 2;
+  return config;
+}
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -79,7 +90,8 @@ NamedTensors replicated_state(const ModelState& state) {
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = state.buckets[b];
     if (bucket.sharded()) add("", bucket, bucket.kept());
-    if (state.masters[b].scalar_type() != bucket.options().dtype()) add("", bucket, state.masters[b]);
+    const bool has_master = state.updates_on_host(b) || state.masters[b].scalar_type() != bucket.options().dtype();
+    if (has_master) add(state.updates_on_host(b) ? "the master of " : "", bucket, state.masters[b]);
     for (const auto& [name, values] : state.optimizer.states(b)) {
       add(cat("the optimizer state ", name, " of "), bucket, values);
     }
@@ -95,17 +107,18 @@ INSTANTIATE_TEST_SUITE_P(Layouts, ReplicaWatchTest,
                          ::testing::Values(WatchCase{0, 2, ""}, WatchCase{1, 3, ""}, WatchCase{2, 2, "bf16"},
                                            WatchCase{0, 3, "bf16"}, WatchCase{0, 2, "fp16"},
                                            WatchCase{1, 4, "bf16", true}, WatchCase{3, 4, "", true},
-                                           WatchCase{3, 4, "bf16", true}),
+                                           WatchCase{3, 4, "bf16", true}, WatchCase{1, 4, "", true, on_host()},
+                                           WatchCase{3, 4, "", true, on_host()}),
                          [](const auto& cell) {
                            return cat("Stage", cell.param.stage, "Ranks", cell.param.world, cell.param.precision,
-                                      cell.param.copies ? "Copies" : "");
+                                      cell.param.copies ? "Copies" : "",
+                                      cell.param.offload_optimizer.is_null() ? "" : "OnTheHost");
                          });
 
 // Every parameter, trained or frozen, and what ranks have alike beside it, at a place of it that is drawn.
 TEST_P(ReplicaWatchTest, EachFlippedBitIsFoundByName) {
   const WatchCase cell = GetParam();
-  ordered_json config = watched(cell.stage, cell.precision);
-  if (cell.copies) config["zero_optimization"]["mics_shard_size"] = 2;
+  const ordered_json config = config_of(cell);
   run_ranks(cell.world, [&](comm::Communicator& ranks) {
     NetWithTable model;
     const auto engine =
@@ -174,22 +187,25 @@ TEST(ReplicaWatch, ReplicasOfRightRunsAreAlike) {
                                                   {{0, 2, ""}, "OneBitLamb"},
                                                   {{2, 2, "bf16"}},
                                                   {{1, 4, "", true}},
-                                                  {{3, 4, "bf16", true}}}) {
-    const auto [stage, world, precision, copies] = layout.of;
-    SCOPED_TRACE(cat("stage ", stage, ", ranks ", world, ", ", precision, ", ", layout.optimizer, copies));
-    ordered_json config = watched(stage, precision);
+                                                  {{3, 4, "bf16", true}},
+                                                  {{1, 4, "bf16", true, on_host()}},
+                                                  {{2, 2, "bf16", false, on_host({{"super_offload", true}})}},
+                                                  {{2, 2, "bf16", false, on_host({{"delayed_update", true}})}}}) {
+    const auto& [stage, world, precision, copies, offload] = layout.of;
+    SCOPED_TRACE(cat("stage ", stage, ", ranks ", world, ", ", precision, ", ", layout.optimizer, copies, offload));
+    ordered_json config = config_of(layout.of);
     config["optimizer"] = {{"type", layout.optimizer}, {"params", {{"lr", 0.005}}}};
-    const bool compresses = layout.optimizer.starts_with("OneBit");  // and refuses what is frozen later
+    const bool compresses = layout.optimizer.starts_with("OneBit");
     if (compresses) config["optimizer"]["params"]["freeze_step"] = kSteps / 4;
     config["zero_allow_untested_optimizer"] = true;
-    if (copies) config["zero_optimization"]["mics_shard_size"] = 2;
+    const bool may_freeze = !compresses && offload.size() < 2;  // others refuse what is frozen later
     run_ranks(world, [&](comm::Communicator& ranks) {
       NetWithTable model;
       const auto engine =
           initialize({.model = model.ptr(), .config = config, .ema = {.decay = 0.9}, .communicator = borrowed(ranks)})
               .engine;
       make_steps(*engine, model, 0, kSteps / 2);
-      if (!compresses) model->net->norm->weight.set_requires_grad(false);
+      if (may_freeze) model->net->norm->weight.set_requires_grad(false);
       make_steps(*engine, model, kSteps / 2, kSteps);
       EXPECT_EQ(engine->global_steps(), kSteps);
     });
@@ -208,21 +224,73 @@ TEST(ReplicaWatch, ZeroComparesNothing) {
 }
 
 TEST(ReplicaWatch, AParameterThatIsNotItsMasterIsFoundOnOneRank) {
-  for (const char* precision : {"bf16", "fp16"}) {
+  std::vector<WatchCase> cells = {{0, 1, "bf16"}, {0, 1, "fp16"}};
+  for (const int stage : {1, 3}) cells.push_back({stage, 1, "bf16", false, on_host()});
+  cells.push_back({2, 1, "fp16", false, on_host({{"super_offload", true}})});
+  for (const WatchCase& cell : cells) {
+    SCOPED_TRACE(cat("stage ", cell.stage, ", ", cell.precision, ", ", cell.offload_optimizer));
     run_ranks(1, [&](comm::Communicator& ranks) {
       NetWithTable model;
-      const auto engine = start(model.ptr(), watched(0, precision), ranks).engine;
+      const auto engine = start(model.ptr(), config_of(cell), ranks).engine;
       make_steps(*engine, model, 0, 2);
-      ReplicaWatch& watch = *EngineAccess::impl_of(*engine).replicas;
-      flip_bit(model->net->first->weight, 4);
-      EXPECT_THAT([&] { watch.step_made(2); },
+      Engine::Impl& impl = EngineAccess::impl_of(*engine);
+      const at::Tensor own = impl.state.own_part(0);  // begins with net.first.weight
+      flip_bit(own, 4);
+      EXPECT_THAT([&] { impl.replicas->step_made(2); },
                   ThrowsMessage<UsageError>(HasSubstr("net.first.weight of rank 0 is not its master, rounded")));
-      flip_bit(model->net->first->weight, 4);
+      flip_bit(own, 4);
       // NaNs of other codes are NaN as well.
-      const at::Tensor& master = EngineAccess::impl_of(*engine).state.masters.front();
-      master[0].fill_(std::numeric_limits<float>::quiet_NaN());
-      model->net->first->weight.data().view(-1)[0].fill_(-std::numeric_limits<float>::quiet_NaN());
-      EXPECT_NO_THROW(watch.step_made(3));
+      impl.state.masters.front()[0].fill_(std::numeric_limits<float>::quiet_NaN());
+      own[0].fill_(-std::numeric_limits<float>::quiet_NaN());
+      EXPECT_NO_THROW(impl.replicas->step_made(3));
+    });
+  }
+}
+
+TEST(ReplicaWatch, WhatIsInFilesIsLeftAlone) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    NetWithTable model;
+    const auto engine =
+        start(model.ptr(), with_offload(watched(3, "bf16"), on_disk(), on_disk({{"max_in_cpu", 0}})), ranks).engine;
+    EXPECT_NO_THROW(make_steps(*engine, model, 0, 3));
+  });
+}
+
+// A state of an optimizer of the program's: of one that steps on slices, and of two on full parameters.
+TEST(ReplicaWatch, StatesOfAnOptimizerOfTheProgramAreCompared) {
+  constexpr const char* kOnRankOne = " of net.first.weight is on rank 1 another one than on the 2 ranks like rank 0";
+  for (const std::string name : {"AdamW", "SignMomentum", "LBFGS"}) {
+    SCOPED_TRACE(name);
+    run_ranks(3, [&](comm::Communicator& ranks) {
+      NetWithTable model;
+      const std::vector<at::Tensor> parameters = model->net->parameters();
+      std::shared_ptr<torch::optim::Optimizer> optimizer;
+      if (name == "AdamW") optimizer = std::make_shared<torch::optim::AdamW>(parameters);
+      if (name == "SignMomentum") optimizer = std::make_shared<SignMomentum>(parameters, OwnOptions(0.01));
+      if (name == "LBFGS") {
+        optimizer = std::make_shared<torch::optim::LBFGS>(parameters, torch::optim::LBFGSOptions(0.1).max_iter(2));
+      }
+      const InitializeOptions options = {
+          .model = model.ptr(), .config = watched(0, ""), .optimizer = optimizer, .communicator = borrowed(ranks)};
+      const auto engine = initialize(options).engine;
+      const auto closure = [&] {
+        at::Tensor loss = model->net->loss(sample(0, ranks.rank()));
+        engine->backward(loss);
+        return loss;
+      };
+      for (int i = 0; i < 2; ++i) name == "LBFGS" ? void(engine->step(closure)) : make_steps(*engine, model, i, i + 1);
+      Engine::Impl& impl = EngineAccess::impl_of(*engine);
+      void* const key = parameters[0].unsafeGetTensorImpl();
+      at::Tensor values;
+      if (name == "AdamW") values = impl.state.optimizer.states(0).front().second;
+      if (name == "SignMomentum") values = static_cast<AdamParamState&>(*optimizer->state().at(key)).exp_avg();
+      if (name == "LBFGS") values = static_cast<LBFGSParamState&>(*optimizer->state().at(key)).d();
+      if (ranks.rank() == 1) flip_bit(values, 9);
+      const std::string state = name == "LBFGS" ? "d" : "exp_avg";
+      EXPECT_THAT([&] { impl.replicas->step_made(10); },
+                  ThrowsMessage<UsageError>(HasSubstr(cat("the optimizer state ", state, kOnRankOne))));
+      if (ranks.rank() == 1) flip_bit(values, 9);
+      EXPECT_NO_THROW(impl.replicas->step_made(11));
     });
   }
 }
@@ -363,6 +431,10 @@ TEST(ReplicaWatch, ChecksumsSeeEachBitAndTheOrderOfElements) {
       EXPECT_NE(of(other), before) << elements << ", " << bit;
     }
     if (elements > 4096) EXPECT_NE(of(values.roll(1)), before);
+    const at::Tensor words = values.view(torch::kInt);
+    const auto in_rows = [](const at::Tensor& tensor) { return zero::checksum_in_rows(tensor).item<int64_t>(); };
+    EXPECT_EQ(in_rows(words.clone()), in_rows(words));
+    EXPECT_NE(in_rows(words.bitwise_xor(torch::arange(elements).eq(elements - 1).to(torch::kInt))), in_rows(words));
   }
 }
 

@@ -32,7 +32,8 @@ DS_PROCESS_TEST(GpuGloo, RanksOnOneGpuTrainAsOnTheCpu, .world_size = 2, .time_li
   for (const char* precision : {"fp32", "bf16"}) {
     for (const int stage : {0, 1, 2, 3}) {
       SCOPED_TRACE(cat("stage ", stage, ' ', precision));
-      const ordered_json plain = device_config(stage, precision);
+      ordered_json plain = device_config(stage, precision);
+      plain["check_replicas"] = 1;
       const DeviceRun expected = train_on(at::kCPU, plain, *group);
       for (const ordered_json& offload : {ordered_json(), on_host()}) {
         if (stage == 0 && !offload.is_null()) continue;

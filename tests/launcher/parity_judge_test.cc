@@ -260,6 +260,22 @@ TEST(ParityJudge, NormsUpdatesAndStartValuesAreTold) {
               {"before the first step: norm.bias begins with other values"});
 }
 
+// The exit code of a program is not taken for a verdict: 1 is "different".
+TEST(ParityCommand, ARunThatFailsIsTroubleWithItsExitCode) {
+  const test::ScratchFolder folder;
+  folder.write("config.json", "{}");
+  Console console(1, 2);
+  for (const int code : {1, 2, 139}) {
+    const auto run = [&] {
+      run_parity({folder.path().string() + "/config.json", "--", "./train"}, {}, console,
+                 [&](const Options&, const std::vector<std::string>&) { return code; });
+    };
+    EXPECT_THAT(run, ThrowsMessage<UsageError>(
+                         AllOf(HasSubstr(cat("expected the run of the layout to end with exit code 0, found ", code)),
+                               HasSubstr("nothing is compared"))));
+  }
+}
+
 TEST(ParityCommand, RefusesWhatItCannotRun) {
   Console console(1, 2);
   const auto run = [&](const std::vector<std::string>& words) {
