@@ -5,12 +5,16 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "core/check.h"
 #include "core/shown_text.h"
+#include "exported/archive.h"
 
 namespace ds::exported {
 namespace {
 
 using nlohmann::json;
+
+constexpr int kDeepestModule = 100;  // LibTorch follows modules in one another by calls
 
 // Notes the modules of a node's stack, "L__self__,,models.Gpt;L__self__h.0,h.0,models.Block", with their classes.
 void note_classes(std::string_view stack, std::map<std::string, std::string>& classes) {
@@ -50,6 +54,9 @@ void ModuleTree::add_modules(const json& program) {
 }
 
 torch::nn::Module& ModuleTree::owner_of(const std::string& name) {
+  require<IoError>(std::count(name.begin(), name.end(), '.') <= kDeepestModule, "the name \"",
+                   lazy([&] { return shown_text(name); }), "\" has more than ", kDeepestModule,
+                   " modules in one another", kDamaged);
   torch::nn::Module* module = &root_;
   size_t begin = 0;
   for (size_t dot = name.find('.'); dot != std::string::npos; begin = dot + 1, dot = name.find('.', begin)) {
