@@ -31,12 +31,23 @@ void append_escaped(std::string& out, std::string_view bytes) {
   }
 }
 
+// The number of printable characters of ASCII that the text begins with.
+size_t plain_length(std::string_view text) {
+  const auto* const end = std::find_if(text.begin(), text.end(), [](char c) { return c < 0x20 || c >= 0x7F; });
+  return static_cast<size_t>(end - text.begin());
+}
+
 // A cut falls between characters and leaves room for what says that there is one.
 std::string shown_line(std::string_view text, size_t most, bool tabs_stay) {
   const size_t kept = text.size() <= most ? text.size() : most - std::min(most, kCut.size());
   std::string out;
   out.reserve(std::min(text.size(), most));
   for (size_t i = 0; i < kept;) {
+    if (const size_t plain = plain_length(text.substr(i, kept - i)); plain > 0) {
+      out += text.substr(i, plain);
+      i += plain;
+      continue;
+    }
     const size_t length = utf8_length(text.substr(i));
     const std::string_view character = text.substr(i, std::max<size_t>(1, length));
     if (i + character.size() > kept) break;

@@ -14,6 +14,7 @@
 #include "core/json/parse_json.h"
 #include "core/listed.h"
 #include "core/shown_text.h"
+#include "exported/program_json.h"
 
 namespace ds::exported {
 namespace {
@@ -168,11 +169,11 @@ std::string Archive::text(const std::string& name) const {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-nlohmann::json Archive::json(const std::string& name) const {
+nlohmann::json Archive::json(const std::string& name, const Parser& parser) const {
   const std::string content = text(name);
   try {
     require_good(!is_deep_json(content), "\"", name, "\" has values more than ", kDeepestJson, " levels deep");
-    auto result = parse_json<nlohmann::json>(content);
+    auto result = parser(content);
     require_good(result.is_object(), "\"", name, "\" is no object of JSON", kDamaged);
     return result;
   } catch (const nlohmann::json::exception& error) {
@@ -187,7 +188,7 @@ void Archive::require_program(const std::string& name) const {
 
 nlohmann::json Archive::program(const std::string& name) const {
   require_program(name);
-  nlohmann::json program = json(cat(kModels, name, kJson));
+  nlohmann::json program = json(cat(kModels, name, kJson), parse_program);
   const nlohmann::json* const version = program.contains("schema_version") ? &program["schema_version"] : nullptr;
   require_good(version != nullptr && version->is_object() && version->contains("major") &&
                    version->at("major").is_number_integer(),
@@ -211,7 +212,7 @@ StoredTensors Archive::tensors(const std::string& program, const char* kind) con
         " are one file of torch.save, as torch 2.8 writes them; export the model again with torch 2.9 or newer");
     return {};
   }
-  const nlohmann::json config = json(name);
+  const nlohmann::json config = json(name, [](const std::string& text) { return parse_json<nlohmann::json>(text); });
   StoredTensors result;
   std::string at;
   try {
@@ -230,12 +231,12 @@ StoredTensors Archive::tensors(const std::string& program, const char* kind) con
 StoredTensor Archive::tensor(const std::string& name, const nlohmann::json& config, const std::string& folder) const {
   const nlohmann::json& meta = config.at("tensor_meta");
   const auto check = [&](bool condition, const auto&... parts) {
-    require_good(condition, "tensor \"", shown_text(name), "\" ", parts...);
+    require_good(condition, "tensor \"", lazy([&] { return shown_text(name); }), "\" ", parts...);
   };
   check(!config.at("use_pickle").get<bool>(),
         "is of a tensor subclass, which is stored as a pickle; make it a plain "
         "tensor before the export");
-  StoredTensor result{.record = cat(folder, config.at("path_name").get<std::string>()),
+  StoredTensor result{.record = folder + config.at("path_name").get_ref<const std::string&>(),
                       .sizes = fixed_sizes(meta.at("sizes")),
                       .strides = fixed_sizes(meta.at("strides")),
                       .offset = meta.at("storage_offset").at("as_int").get<int64_t>(),
@@ -252,14 +253,15 @@ StoredTensor Archive::tensor(const std::string& name, const nlohmann::json& conf
   check(result.sizes.size() == result.strides.size() && result.offset >= 0 &&
             std::none_of(result.sizes.begin(), result.sizes.end(), negative) &&
             std::none_of(result.strides.begin(), result.strides.end(), negative),
-        "has sizes ", listed(result.sizes, 8), ", strides ", listed(result.strides, 8), " and offset ", result.offset,
-        kDamaged);
-  check(zip_.contains(folder_ + result.record), "lies in the record \"", shown_text(result.record),
+        "has sizes ", lazy([&] { return listed(result.sizes, 8); }), ", strides ",
+        lazy([&] { return listed(result.strides, 8); }), " and offset ", result.offset, kDamaged);
+  const auto shown_record = lazy([&] { return shown_text(result.record); });
+  check(zip_.contains(folder_ + result.record), "lies in the record \"", shown_record,
         "\", which the file does not have", kDamaged);
   const size_t stored = record(result.record).size() / c10::elementSize(result.dtype);
   const int64_t needed = needed_elements(result);
   check(needed >= 0 && static_cast<uint64_t>(needed) <= stored, "needs ", needed, " elements of the record \"",
-        shown_text(result.record), "\", which has ", stored, kDamaged);
+        shown_record, "\", which has ", stored, kDamaged);
   uint64_t numel = 0;
   check(!c10::safe_multiplies_u64(result.sizes, &numel) && numel <= static_cast<uint64_t>(INT64_MAX) / 16,
         "has more elements than any memory", kDamaged);

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -75,7 +76,8 @@ class Archive {
   const std::vector<std::string>& programs() const { return programs_; }
   // Throws IoError naming the programs that are there, where `name` is none of them.
   void require_program(const std::string& name) const;
-  // The JSON of a program. Throws IoError: none of that name, damaged, another major version of the schema.
+  // The JSON of a program, with what exported/program_json.h keeps of it. Throws IoError: none of that name, damaged,
+  // another major version of the schema.
   nlohmann::json program(const std::string& name) const;
   // Parameters and persistent buffers of a program by name; constants and non-persistent buffers. Throw IoError:
   // damaged, a tensor that does not lie inside its record, one of a subclass or that is not strided.
@@ -105,7 +107,8 @@ class Archive {
  private:
   std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }
   std::string text(const std::string& name) const;
-  nlohmann::json json(const std::string& name) const;
+  using Parser = std::function<nlohmann::json(const std::string& text)>;
+  nlohmann::json json(const std::string& name, const Parser& parser) const;
   StoredTensors tensors(const std::string& program, const char* kind) const;
   StoredTensor tensor(const std::string& name, const nlohmann::json& config, const std::string& folder) const;
   // All elements of the storage, a view of the mapping (or a copy where the file has them unaligned).

@@ -7,7 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <map>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -35,10 +36,13 @@ const c10::Type* element_type(const c10::Type* type) {
   return list == nullptr ? nullptr : list->getElementType().get();
 }
 
+// A text, in place. Throws nlohmann's exception for a value that is none.
+std::string_view text_of(const json& value) { return value.get_ref<const std::string&>(); }
+
 // A number, where Infinity and NaN are texts because JSON has none.
 double float_of(const json& value) {
   if (!value.is_string()) return value.get<double>();
-  const auto text = value.get<std::string>();
+  const std::string_view text = text_of(value);
   if (text == "Infinity") return std::numeric_limits<double>::infinity();
   if (text == "-Infinity") return -std::numeric_limits<double>::infinity();
   require<IoError>(text == "NaN", "the number \"", shown_text(text), "\" is none");
@@ -59,7 +63,7 @@ Argument constant(c10::IValue value) { return {.kind = Argument::Kind::kConstant
 Argument none(const Place& /*place*/, const json& /*value*/) { return constant({}); }
 
 Argument tensor(const Place& place, const json& value) {
-  return {.kind = Argument::Kind::kSlot, .slots = {place.context.slot(value.at("name").get<std::string>())}};
+  return {.kind = Argument::Kind::kSlot, .slots = {place.context.slot(text_of(value.at("name")))}};
 }
 
 Argument optional_tensor(const Place& place, const json& value) {
@@ -80,7 +84,7 @@ Argument tensors(const Place& place, const json& value) {
     const json& named = one.contains("as_tensor") ? one.at("as_tensor") : one;
     const bool there = named.contains("name");
     require<IoError>(there || optional, "a list of tensors has one that is none");
-    result.slots.push_back(there ? place.context.slot(named.at("name").get<std::string>()) : -1);
+    result.slots.push_back(there ? place.context.slot(text_of(named.at("name"))) : -1);
   }
   return result;
 }
@@ -152,7 +156,7 @@ Argument::Kind list_kind(const Place& place) {
 // A number that a node has computed, or a constant.
 Argument size(const Place& place, const json& value) {
   if (!value.contains("as_name")) return scalar(place, number(value));
-  const int slot = place.context.slot(value.at("as_name").get<std::string>());
+  const int slot = place.context.slot(text_of(value.at("as_name")));
   if (place.wants(c10::TypeKind::TensorType)) return {.kind = Argument::Kind::kWrappedNumber, .slots = {slot}};
   if (place.element == nullptr) return {.kind = Argument::Kind::kSlot, .slots = {slot}};
   return {.kind = list_kind(place), .slots = {slot}, .values = {{}}};
@@ -162,7 +166,7 @@ Argument sizes(const Place& place, const json& value) {
   Argument result{.kind = list_kind(place)};
   for (const json& one : value) {
     const bool computed = one.contains("as_name");
-    result.slots.push_back(computed ? place.context.slot(one.at("as_name").get<std::string>()) : -1);
+    result.slots.push_back(computed ? place.context.slot(text_of(one.at("as_name"))) : -1);
     result.values.emplace_back(computed ? c10::IValue() : number(one));
   }
   return result;
@@ -182,9 +186,9 @@ Argument graph(const Place& place, const json& value) {
   return {.kind = Argument::Kind::kGraph, .graph = place.context.graph(value.at("graph"))};
 }
 
-Argument read(const std::string& kind, const Place& place, const json& value) {
+Argument read(std::string_view kind, const Place& place, const json& value) {
   using Read = Argument (*)(const Place&, const json&);
-  static const std::map<std::string, Read> kReads = {
+  static const std::unordered_map<std::string_view, Read> kReads = {
       {"as_none", none},
       {"as_tensor", tensor},
       {"as_tensors", tensors},
@@ -211,7 +215,8 @@ Argument read(const std::string& kind, const Place& place, const json& value) {
       {"as_graph", graph},
   };
   const auto found = kReads.find(kind);
-  require<IoError>(found != kReads.end(), "an argument of the kind \"", shown_text(kind), "\" cannot be run");
+  require<IoError>(found != kReads.end(), "an argument of the kind \"", lazy([&] { return shown_text(kind); }),
+                   "\" cannot be run");
   return found->second(place, value);
 }
 

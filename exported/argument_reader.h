@@ -6,6 +6,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 #include "exported/program.h"
 
@@ -13,7 +14,7 @@ namespace ds::exported {
 
 // Access to the graph around an argument that is read.
 struct ArgumentContext {
-  std::function<int(const std::string& name)> slot;          // throws IoError for a value that is not there
+  std::function<int(std::string_view name)> slot;            // throws IoError for a value that is not there
   std::function<size_t(const nlohmann::json& graph)> graph;  // reads one and returns its index
   std::string device_type;  // of the export: tensors on it are made on the model's device
 };

@@ -75,6 +75,8 @@ std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions
     tensors.add_modules(json);
   } catch (const nlohmann::json::exception& error) {
     archive.fail_in_program(options.program, error);
+  } catch (const IoError& error) {
+    archive.fail(error.what());
   }
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {

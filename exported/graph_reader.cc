@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <exception>
-#include <optional>
-#include <string_view>
-#include <unordered_set>
 #include <utility>
 
 #include "core/check.h"
@@ -60,57 +57,63 @@ std::optional<HigherOrder> higher_order(const std::string& target) {
 }
 
 void add_arguments(const json& from, Node& node, const ArgumentContext& context, size_t least) {
-  for (const json& in : from.at("inputs")) node.arguments.push_back(read_argument(in.at("arg"), context, nullptr));
+  const json& inputs = from.at("inputs");
+  node.arguments.reserve(inputs.size());
+  for (const json& in : inputs) node.arguments.push_back(read_argument(in.at("arg"), context, nullptr));
   require<IoError>(node.arguments.size() >= least, "has ", node.arguments.size(), " arguments, expected ", least);
 }
 
-std::string after(const std::string& text, std::string_view start) {
+std::string_view after(std::string_view text, std::string_view start) {
   return text.starts_with(start) ? text.substr(start.size()) : text;
 }
 
 // The innermost frame of a stack trace that is not torch's own: `File "model.py", line 19, in forward: return
 // self.a(x)`.
-std::string last_line(const std::string& stack) {
+std::string last_line(std::string_view stack) {
   constexpr std::string_view kFile = "File \"";
+  constexpr size_t kNone = std::string_view::npos;
   const size_t last = stack.rfind(kFile);
-  if (last == std::string::npos) return {};
+  if (last == kNone) return {};
   const auto is_of_torch = [&](size_t frame) {
-    return stack.substr(frame, stack.find('\n', frame) - frame).find("/torch/") != std::string::npos;
+    return stack.substr(frame, stack.find('\n', frame) - frame).find("/torch/") != kNone;
   };
   size_t frame = last;
-  while (is_of_torch(frame) && frame > 0 && stack.rfind(kFile, frame - 1) != std::string::npos) {
+  while (is_of_torch(frame) && frame > 0 && stack.rfind(kFile, frame - 1) != kNone) {
     frame = stack.rfind(kFile, frame - 1);
   }
   if (is_of_torch(frame)) frame = last;
   const size_t end = stack.find('\n', frame);
-  std::string result = stack.substr(frame, end - frame);
+  std::string result(stack.substr(frame, end - frame));
   // The line of code stands below it.
-  const size_t code = end == std::string::npos ? end : stack.find_first_not_of(" \n", end);
-  if (code != std::string::npos) result += cat(": ", stack.substr(code, stack.find('\n', code) - code));
+  const size_t code = end == kNone ? end : stack.find_first_not_of(" \n", end);
+  if (code != kNone) result.append(": ").append(stack.substr(code, stack.find('\n', code) - code));
   return shown_text(result, kShownLineBytes);
 }
 
 // The path of the innermost module around a node: of "L__self__,,Gpt;L__self__h.0,h.0,Block" it is "h.0".
-std::string innermost_module(const std::string& stack) {
-  const size_t begin = stack.rfind(';') == std::string::npos ? 0 : stack.rfind(';') + 1;
+std::string innermost_module(std::string_view stack) {
+  constexpr size_t kNone = std::string_view::npos;
+  const size_t begin = stack.rfind(';') == kNone ? 0 : stack.rfind(';') + 1;
   const size_t first = stack.find(',', begin);
-  const size_t second = first == std::string::npos ? first : stack.find(',', first + 1);
+  const size_t second = first == kNone ? first : stack.find(',', first + 1);
   // Export puts a note of its own in the place of the modules of sizes.
-  if (second == std::string::npos || stack.starts_with("_empty_nn_module_stack")) return {};
+  if (second == kNone || stack.starts_with("_empty_nn_module_stack")) return {};
   return shown_text(stack.substr(first + 1, second - first - 1));
 }
 
-std::string text_in(const json& object, const char* key) {
+// The text under a key, in place; empty: there is none.
+std::string_view text_in(const json& object, const char* key) {
   const auto found = object.find(key);
-  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
+  if (found == object.end() || !found->is_string()) return {};
+  return found->get_ref<const std::string&>();
 }
 
 // The name of a value that an argument of a graph's inputs is; empty: it has none.
-std::string value_name(const json& argument) {
+std::string_view value_name(const json& argument) {
   if (!argument.is_object() || argument.empty()) return {};
   const json& value = argument.begin().value();
   if (!value.is_object()) return {};
-  const std::string name = text_in(value, "name");
+  const std::string_view name = text_in(value, "name");
   return name.empty() ? text_in(value, "as_name") : name;
 }
 
@@ -139,44 +142,48 @@ std::optional<c10::OperatorHandle> registered_operator(const std::string& target
        overload == "default" ? std::string() : overload});
 }
 
-// The values of one graph by name.
+// The values of one graph by name, texts of its JSON.
 class GraphReader::Slots {
  public:
+  explicit Slots(size_t expected) { slots_.reserve(expected); }
   // The slot of a value that is there.
-  int find(const std::string& name) const {
+  int find(std::string_view name) const {
     const auto found = slots_.find(name);
-    require<IoError>(found != slots_.end(), "the value \"", shown_text(name), "\" is used before it is made", kDamaged);
+    require<IoError>(found != slots_.end(), "the value \"", lazy([&] { return shown_text(name); }),
+                     "\" is used before it is made", kDamaged);
     return found->second;
   }
   // A slot for a value that is made.
-  int make(const std::string& name) {
+  int make(std::string_view name) {
     const auto [place, is_new] = slots_.try_emplace(name, static_cast<int>(slots_.size()));
-    require<IoError>(is_new, "the value \"", shown_text(name), "\" is made twice", kDamaged);
+    require<IoError>(is_new, "the value \"", lazy([&] { return shown_text(name); }), "\" is made twice", kDamaged);
     return place->second;
   }
   size_t size() const { return slots_.size(); }
 
  private:
-  std::map<std::string, int> slots_;
+  std::unordered_map<std::string_view, int> slots_;
 };
 
 size_t GraphReader::read(const json& from) {
   ++depth_;  // of graphs in one another, which the depth of the file's JSON bounds
   Graph graph;
-  Slots slots;
+  const json& nodes = from.at("nodes");
+  Slots slots(from.at("inputs").size() + nodes.size());
   for (const json& input : from.at("inputs")) {
-    const std::string name = value_name(input);
+    const std::string_view name = value_name(input);
     graph.inputs.push_back(name.empty() ? -1 : slots.make(name));
   }
   const bool is_main = depth_ == 1;
   ArgumentContext context{.slot =
-                              [&, is_main](const std::string& name) {
+                              [&, is_main](std::string_view name) {
                                 if (is_main) read_values_.insert(name);
                                 return slots.find(name);
                               },
                           .graph = [this](const json& inner) { return read(inner); },
                           .device_type = device_type_};
-  for (const json& node : from.at("nodes")) {
+  graph.nodes.reserve(nodes.size());
+  for (const json& node : nodes) {
     // What export has checked of its own tensors: wrong as soon as the model is in another precision.
     if (text_in(node, "target") == "torch.ops.aten._assert_tensor_metadata.default") continue;
     graph.nodes.push_back(read_node(node, context, slots));
@@ -193,7 +200,7 @@ size_t GraphReader::read(const json& from) {
 
 Node GraphReader::read_node(const json& from, const ArgumentContext& context, Slots& slots) {
   Node node;
-  node.target = after(from.at("target").get<std::string>(), "torch.ops.");
+  node.target = after(from.at("target").get_ref<const std::string&>(), "torch.ops.");
   node.name = shown_text(text_in(from, "name"));
   const json& metadata = from.at("metadata");
   node.module = innermost_module(text_in(metadata, "nn_module_stack"));
@@ -226,49 +233,75 @@ Node GraphReader::read_node(const json& from, const ArgumentContext& context, Sl
   return node;
 }
 
-void GraphReader::find_operator(const json& from, Node& node, const ArgumentContext& context) {
-  node.op = registered_operator(node.target);
-  require<IoError>(node.op.has_value(), "LibTorch ", TORCH_VERSION,
+GraphReader::Mode GraphReader::mode_of(const std::string& op, const std::string& argument) {
+  if (op == "aten::scaled_dot_product_attention" && argument == "dropout_p") return Mode::kAttentionDropout;
+  const bool is_flag = std::any_of(kModes.begin(), kModes.end(), [&](const ModeArgument& mode) {
+    return op == mode.op && argument == mode.argument;
+  });
+  return is_flag ? Mode::kFlag : Mode::kNone;
+}
+
+const GraphReader::KnownOperator& GraphReader::known_operator(const std::string& target) {
+  const auto known = operators_.find(target);
+  if (known != operators_.end()) return known->second;
+  const std::optional<c10::OperatorHandle> handle = registered_operator(target);
+  require<IoError>(handle.has_value(), "LibTorch ", TORCH_VERSION,
                    " has no such operator; the file was written by torch ", shown_text(program_.torch_version),
-                   node.target.starts_with("aten.")
+                   target.starts_with("aten.")
                        ? ". Use a LibTorch that has it, or export the model with an older torch"
                        : ". An operator of a library has to be registered under this name before "
                          "the model is loaded: link the library, or open it with dlopen");
-  std::map<std::string, const json*> given;
-  for (const json& in : from.at("inputs")) given[in.at("name").get<std::string>()] = &in.at("arg");
-  for (const c10::Argument& expected : node.op->schema().arguments()) {
-    const auto found = given.find(expected.name());
+  std::vector<Mode> modes;
+  for (const c10::Argument& argument : handle->schema().arguments()) {
+    modes.push_back(mode_of(handle->schema().name(), argument.name()));
+  }
+  return operators_.emplace(target, KnownOperator{*handle, std::move(modes)}).first->second;
+}
+
+void GraphReader::find_operator(const json& from, Node& node, const ArgumentContext& context) {
+  const KnownOperator& op = known_operator(node.target);
+  node.op = op.handle;
+  const c10::FunctionSchema& schema = op.handle.schema();
+  const std::vector<c10::Argument>& arguments = schema.arguments();
+  std::vector<std::pair<std::string_view, const json*>> given;
+  for (const json& in : from.at("inputs")) {
+    given.emplace_back(in.at("name").get_ref<const std::string&>(), &in.at("arg"));
+  }
+  node.arguments.reserve(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::Argument& expected = arguments[i];
+    const auto found =
+        std::find_if(given.begin(), given.end(), [&](const auto& one) { return one.first == expected.name(); });
     if (found != given.end()) {
       node.arguments.push_back(read_argument(*found->second, context, expected.type().get()));
       given.erase(found);
     } else {
       require<IoError>(expected.default_value().has_value(), "argument \"", expected.name(),
-                       "\" is missing; its schema is ", node.op->schema());
+                       "\" is missing; its schema is ", schema);
       node.arguments.push_back({.kind = Argument::Kind::kConstant, .constant = *expected.default_value()});
     }
-    note_mode(node.op->schema().name(), expected.name(), node.arguments.back());
+    note_mode(op.modes[i], node.arguments.back());
   }
-  require<IoError>(given.empty(), "argument \"", given.empty() ? "" : shown_text(given.begin()->first),
-                   "\" is not known to this LibTorch, ", TORCH_VERSION, "; its schema is ", node.op->schema(),
+  require<IoError>(given.empty(), "argument \"", lazy([&] { return shown_text(given.front().first); }),
+                   "\" is there twice, or not known to this LibTorch, ", TORCH_VERSION, "; its schema is ", schema,
                    ". Export the model with that version of torch");
   if (node.target == "aten.add_.Tensor" && depth_ == 1) {
     const json& self = from.at("inputs").at(0).at("arg");
-    node.counts_batches = !program_.baked_mode && batch_counts_.contains(value_name(self));
+    node.counts_batches = !program_.baked_mode && batch_counts_.contains(std::string(value_name(self)));
   }
 }
 
 // Notes whether the operator trained when it was exported, and what it does in eval().
-void GraphReader::note_mode(const std::string& op, const std::string& name, Argument& argument) {
-  if (argument.kind != Argument::Kind::kConstant) return;
-  if (op == "aten::scaled_dot_product_attention" && name == "dropout_p" && argument.constant.isDouble()) {
-    if (argument.constant.toDouble() == 0) return;  // attention without dropout, or in eval(): nobody can tell
+void GraphReader::note_mode(Mode mode, Argument& argument) {
+  if (mode == Mode::kNone || argument.kind != Argument::Kind::kConstant) return;
+  if (mode == Mode::kAttentionDropout) {
+    // Attention without dropout, or in eval(): nobody can tell.
+    if (!argument.constant.isDouble() || argument.constant.toDouble() == 0) return;
     program_.trains = true;
     if (!program_.baked_mode) argument.in_eval = 0.0;
     return;
   }
-  const bool has_mode = std::any_of(kModes.begin(), kModes.end(),
-                                    [&](const ModeArgument& mode) { return op == mode.op && name == mode.argument; });
-  if (!has_mode || !argument.constant.isBool()) return;
+  if (!argument.constant.isBool()) return;
   (argument.constant.toBool() ? program_.trains : evaluates_) = true;
   if (!program_.baked_mode) argument.in_eval = false;
 }
@@ -278,14 +311,14 @@ void GraphReader::read_outputs(const json& from, Node& node, Slots& slots) const
     require<IoError>(output.is_object() && output.size() == 1, "an output has to have one kind");
     if (output.contains("as_tensors")) {
       for (const json& tensor : output.at("as_tensors")) {
-        node.outputs.push_back(slots.make(tensor.at("name").get<std::string>()));
+        node.outputs.push_back(slots.make(tensor.at("name").get_ref<const std::string&>()));
       }
     } else if (output.contains("as_none")) {
       node.outputs.push_back(-1);
     } else {
-      const std::string name = value_name(output);
-      require<IoError>(!name.empty(), "an output of the kind \"", shown_text(output.begin().key()),
-                       "\" cannot be kept");
+      const std::string_view name = value_name(output);
+      require<IoError>(!name.empty(), "an output of the kind \"",
+                       lazy([&] { return shown_text(output.begin().key()); }), "\" cannot be kept");
       node.outputs.push_back(slots.make(name));
     }
   }

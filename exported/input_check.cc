@@ -85,13 +85,13 @@ class SizeCheck {
               "; dimension ", d, " was exported as ", size.least,
               ", not as a dynamic one (dynamic_shapes of torch.export.export)");
       require(given >= size.least && given <= size.most, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ",
-              d, " was exported for ", size.least, " to ", size.most == INT64_MAX ? "any size" : cat(size.most),
+              d, " was exported for ", size.least, " to ",
+              lazy([&] { return size.most == INT64_MAX ? std::string("any size") : cat(size.most); }),
               " (dynamic_shapes of torch.export.export)");
       if (size.symbol.empty() || program_.expressions.contains(size.symbol)) continue;
-      const auto [place, is_new] = bound_.try_emplace(size.symbol, given);
-      if (is_new) names_[size.symbol] = cat("dimension ", d, " of \"", input.name, "\"");
-      require(place->second == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
-              " has to be as large as ", names_[size.symbol], ", which is ", place->second);
+      const int64_t bound = bound_.try_emplace(size.symbol, given).first->second;
+      require(bound == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d,
+              " has to be as large as ", lazy([&] { return first_with(size.symbol); }), ", which is ", bound);
     }
   }
 
@@ -107,26 +107,37 @@ class SizeCheck {
         continue;
       }
       require(expected == given, "forward: \"", input.name, "\" is ", x.sizes(), "; dimension ", d, " was exported as ",
-              found->first, expected ? cat(", which is ", *expected, " for the other sizes") : "",
+              found->first,
+              lazy([&] { return expected ? cat(", which is ", *expected, " for the other sizes") : std::string(); }),
               " (dynamic_shapes of torch.export.export)");
     }
   }
 
  private:
+  // The first dimension of a symbol, which has bound it, in words.
+  std::string first_with(const std::string& symbol) const {
+    for (const ExportedInput& input : program_.inputs) {
+      for (size_t d = 0; d < input.sizes.size(); ++d) {
+        if (input.sizes[d].symbol == symbol) return cat("dimension ", d, " of \"", input.name, "\"");
+      }
+    }
+    return symbol;
+  }
+
   const Program& program_;
   std::map<std::string, int64_t> bound_;
-  std::map<std::string, std::string> names_;
 };
 
 }  // namespace
 
 std::vector<c10::IValue> by_position(const Program& program, std::vector<c10::IValue> inputs) {
   const size_t expected = program.inputs.size();
-  require(inputs.size() <= expected, "forward: expected at most ", expected, " inputs (", names_of(program), "), got ",
-          inputs.size());
+  require(inputs.size() <= expected, "forward: expected at most ", expected, " inputs (",
+          lazy([&] { return names_of(program); }), "), got ", inputs.size());
   for (size_t i = inputs.size(); i < expected; ++i) {
-    require(!program.inputs[i].is_tensor, "forward: expected ", expected, " inputs (", names_of(program), "), got ",
-            inputs.size(), "; \"", program.inputs[i].name, "\" is missing");
+    require(!program.inputs[i].is_tensor, "forward: expected ", expected, " inputs (",
+            lazy([&] { return names_of(program); }), "), got ", inputs.size(), "; \"", program.inputs[i].name,
+            "\" is missing");
     inputs.push_back(program.inputs[i].value);
   }
   return inputs;
@@ -138,7 +149,7 @@ std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& i
     const auto is_it = [&](const auto& given) { return given.first == input.name; };
     const auto found = std::find_if(inputs.begin(), inputs.end(), is_it);
     require(found != inputs.end() || !input.is_tensor, "forward: the input \"", input.name, "\" is missing; expected ",
-            names_of(program));
+            lazy([&] { return names_of(program); }));
     require(std::count_if(inputs.begin(), inputs.end(), is_it) <= 1, "forward: the input \"", input.name,
             "\" is given twice");
     result.push_back(found == inputs.end() ? input.value : found->second);
@@ -146,7 +157,7 @@ std::vector<c10::IValue> by_name(const Program& program, const ExportedInputs& i
   for (const auto& [name, value] : inputs) {
     require(std::any_of(program.inputs.begin(), program.inputs.end(),
                         [&name = name](const ExportedInput& input) { return input.name == name; }),
-            "forward: no input \"", name, "\"; expected ", names_of(program));
+            "forward: no input \"", name, "\"; expected ", lazy([&] { return names_of(program); }));
   }
   return result;
 }
@@ -186,13 +197,14 @@ void check_inputs(const Program& program, const std::vector<c10::IValue>& inputs
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ExportedInput& input = program.inputs[i];
     if (!input.is_tensor) {
-      require(is_baked_value(input.value, inputs[i]), "forward: \"", input.name, "\" was ", in_words(input.value),
-              " when the model was exported, which is baked; found ", in_words(inputs[i]),
+      require(is_baked_value(input.value, inputs[i]), "forward: \"", input.name, "\" was ",
+              lazy([&] { return in_words(input.value); }), " when the model was exported, which is baked; found ",
+              lazy([&] { return in_words(inputs[i]); }),
               ". Export the model once more with that value, or make it a tensor");
       continue;
     }
     require(inputs[i].isTensor() && inputs[i].toTensor().defined(), "forward: \"", input.name,
-            "\" has to be a tensor, found ", in_words(inputs[i]));
+            "\" has to be a tensor, found ", lazy([&] { return in_words(inputs[i]); }));
     const at::Tensor& x = inputs[i].toTensor();
     require(kind_of(x.scalar_type()) == kind_of(input.dtype), "forward: \"", input.name, "\" is of dtype ",
             c10::toString(x.scalar_type()), ", exported as ", c10::toString(input.dtype));

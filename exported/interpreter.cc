@@ -186,8 +186,9 @@ class Interpreter {
 
   void store(const Node& node, torch::jit::Stack& stack, Values& slots) const {
     if (node.has_list_output && stack.size() == 1 && stack[0].isTensorList()) {
-      const Values list(stack[0].toListRef().begin(), stack[0].toListRef().end());
-      stack = list;
+      const c10::IValue list = std::move(stack[0]);
+      const c10::ArrayRef<c10::IValue> elements = list.toListRef();
+      stack.assign(elements.begin(), elements.end());
     }
     if (stack.size() < node.outputs.size()) {
       fail(node, cat("gave ", stack.size(), " results, the file has ", node.outputs.size(), " names for them"));

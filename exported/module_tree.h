@@ -15,11 +15,12 @@ class ModuleTree {
  public:
   explicit ModuleTree(torch::nn::Module& root) : root_(root) {}
 
-  // Makes the modules of a program, in Python's order. Throws nlohmann's exceptions for a damaged one.
+  // Makes the modules of a program, in Python's order. Throws nlohmann's exceptions and IoError for a damaged one.
   void add_modules(const nlohmann::json& program);
   // The class of the module "h.0"; where the program does not say, the last part of its name.
   std::string class_of(const std::string& path) const;
   // The module "h.0" of "h.0.weight", made on the way.
+  // The module "h.0" of "h.0.weight", made on the way. Throws IoError for a name of too many parts.
   torch::nn::Module& owner_of(const std::string& name);
   // Register a tensor under its dotted name.
   void add_parameter(const std::string& name, const at::Tensor& value, bool requires_grad) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <set>
+#include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +26,15 @@ using nlohmann::json;
 using Range = std::pair<int64_t, int64_t>;
 
 constexpr int64_t kNoLimit = int64_t{1} << 62;  // the writer's infinity is above it
+
+// The surroundings of an argument that no graph is around.
+ArgumentContext without_graph() {
+  return {
+      .slot = [](std::string_view) -> int {
+        throw IoError(cat("an input that is a constant names a value", kDamaged));
+      },
+      .graph = [](const json&) -> size_t { throw IoError(cat("an input that is a constant is a graph", kDamaged)); }};
+}
 
 class ProgramReader {
  public:
@@ -69,8 +80,8 @@ class ProgramReader {
 
   void add_lifted(LiftedTensor::Kind kind, const std::string& name, const StoredTensors& where) {
     const auto found = where.find(name);
-    archive_.require_good(found != where.end(), "the tensor \"", shown_text(name), "\" of the program is not stored",
-                          kDamaged);
+    archive_.require_good(found != where.end(), "the tensor \"", lazy([&] { return shown_text(name); }),
+                          "\" of the program is not stored", kDamaged);
     const StoredTensor& stored = found->second;
     const bool is_parameter = kind == LiftedTensor::Kind::kParameter;
     if (is_parameter && c10::isFloatingType(stored.dtype) && !has_dtype_) {
@@ -103,7 +114,7 @@ class ProgramReader {
       const json& input = spec.at("constant_input");
       add_input({.name = input.at("name").get<std::string>(),
                  .is_tensor = false,
-                 .value = read_argument(input.at("value"), {}, nullptr).constant},
+                 .value = read_argument(input.at("value"), without_graph(), nullptr).constant},
                 "");
     } else {
       archive_.fail(cat("an input of the kind ", shown_text(spec.dump()),
@@ -176,7 +187,7 @@ class ProgramReader {
   }
 
   // export makes one input of two that are one tensor, and leaves the other one unread.
-  void require_used_inputs(const std::set<std::string>& read_values) const {
+  void require_used_inputs(const std::unordered_set<std::string_view>& read_values) const {
     for (size_t i = 0; i < value_names_.size(); ++i) {
       archive_.require_good(
           value_names_[i].empty() || read_values.contains(value_names_[i]), "the program does not read the input \"",

@@ -11,6 +11,8 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/listed.h"
+#include "core/log.h"
 #include "core/name_pattern.h"
 #include "core/text_lines.h"
 #include "layers/fp8/linear.h"
@@ -136,8 +138,8 @@ void require_dtype(const fp8::NamedLinear& layer) {
 }
 
 void require_sizes(const fp8::NamedLinear& layer, int64_t multiple, bool of_part) {
-  const int64_t in = layer.weight.size(1);
-  const int64_t out = layer.weight.size(0);
+  const int64_t in = layer.inputs();
+  const int64_t out = layer.outputs();
   require<ConfigError>(in % multiple == 0 && out % multiple == 0, "fp8: layer ", layer.name(),
                        ": expected in_features and out_features that are multiples of ", multiple,
                        of_part ? " in the part of each rank of the tensor axis, found " : ", found ", in, " and ", out,
@@ -157,6 +159,19 @@ void require_hardware(c10::Device device, bool blocks) {
   require<ConfigError>(!blocks || (found >= kHopper && found < kAfterHopper), "fp8.granularity: expected a GPU of ",
                        "compute capability 9.0 with \"block\", whose scales of 128 x 128 no other has, found ", name,
                        " (", device.str(), "); use \"tensor\"", kInstead);
+}
+
+// Says which projections stay as they are: MultiheadAttention has them in one matrix, of which it multiplies with
+// parts.
+void tell_of_attention(const torch::nn::Module& module) {
+  std::vector<std::string> names;
+  for (const auto& item : module.named_parameters()) {
+    if (item.key().ends_with("in_proj_weight")) names.push_back(item.key());
+  }
+  if (names.empty()) return;
+  log::info("fp8: ", listed(names, 5),
+            ": the projection of MultiheadAttention's inputs is no Linear layer and stays as ",
+            "it is; Linear layers in its place, as other attentions have them, are on FP8");
 }
 
 fp8::ScalingOptions scaling_options(const config::Fp8Section& section) {
@@ -201,6 +216,7 @@ void set_up_fp8(ModelState& model, const config::Fp8Section& section) {
     model.fp8->share_parts(model.tensor->ranks, std::move(parts));
   }
   fp8::set_layers(layers, model.fp8);
+  tell_of_attention(*model.module);
 }
 
 }  // namespace ds::engine

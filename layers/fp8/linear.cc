@@ -13,6 +13,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -36,16 +37,19 @@ TensorTable<std::shared_ptr<const Fp8Layer>>& layers_by_weight() {
   return table;
 }
 
-// Whether the class, without namespaces, has "Linear" in its name.
-bool is_named_linear(const torch::nn::Module& module) {
-  const std::string& name = module.name();
+// The class without namespaces.
+std::string_view class_of(const torch::nn::Module& module) {
+  const std::string_view name = module.name();
   const size_t scope = name.rfind("::");
-  return name.find("Linear", scope == std::string::npos ? 0 : scope) != std::string::npos;
+  return scope == std::string_view::npos ? name : name.substr(scope + 2);
 }
+
+bool has_inputs_first(const torch::nn::Module& module) { return class_of(module) == "Conv1D"; }
 
 // The weight of a Linear layer; undefined where the module is none.
 at::Tensor weight_if_linear(const torch::nn::Module& module) {
-  const bool is_linear = dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr || is_named_linear(module);
+  const bool is_linear = dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr ||
+                         class_of(module).find("Linear") != std::string_view::npos || has_inputs_first(module);
   if (!is_linear) return {};
   const auto parameters = module.named_parameters(/*recurse=*/false);
   const at::Tensor* const weight = parameters.find("weight");
@@ -66,7 +70,9 @@ struct LayerInUse {
     if (options().blocks) return quantize_rows(rows, kE4M3, options().margin);
     return scaling->quantized(rows, layer->index, Kind::kInput, scales, records);
   }
-  Quantized weight(const at::Tensor& values, bool records) const {
+  // [out, in], of a weight as the layer has it.
+  Quantized weight(const at::Tensor& stored, bool records) const {
+    const at::Tensor values = layer->inputs_first ? stored.t() : stored;
     if (options().blocks) return quantize_blocks(values, kE4M3, options().margin);
     return scaling->quantized(values, layer->index, Kind::kWeight, scales, records);
   }
@@ -102,11 +108,7 @@ class Fp8LinearBackward : public layers::LayerBackward {
     Quantized quantized;
     if (task_should_compute_output(0) || weight_on_fp8) quantized = layer_.gradient(gradient);
     if (task_should_compute_output(0)) result[0] = of_input(quantized);
-    if (of_weight) {
-      const at::Tensor rows = rows_of(input());
-      result[1] = weight_on_fp8 ? product_over_rows(quantized, layer_.input(rows, /*records=*/false), options())
-                                : at::mm(gradient.t(), rows);
-    }
+    if (of_weight) result[1] = weight_on_fp8 ? of_weight_on_fp8(quantized) : of_weight_as_it_is(gradient);
     if (task_should_compute_output(2)) result[2] = gradient.sum(0);
     return result;
   }
@@ -118,6 +120,17 @@ class Fp8LinearBackward : public layers::LayerBackward {
   at::Tensor of_input(const Quantized& gradient) {
     const Quantized quantized = layer_.weight(weight(), /*records=*/false);
     return at::_unsafe_view(product(gradient, transposed(quantized), {}, options()), input_sizes_);
+  }
+
+  // The gradient of the weight lies as the weight does: gradient x input, or input x gradient.
+  at::Tensor of_weight_on_fp8(const Quantized& gradient) {
+    const Quantized rows = layer_.input(rows_of(input()), /*records=*/false);
+    return layer_.layer->inputs_first ? product_over_rows(rows, gradient, options())
+                                      : product_over_rows(gradient, rows, options());
+  }
+  at::Tensor of_weight_as_it_is(const at::Tensor& gradient) {
+    const at::Tensor rows = rows_of(input());
+    return layer_.layer->inputs_first ? at::mm(rows.t(), gradient) : at::mm(gradient.t(), rows);
   }
 
   const LayerInUse layer_;
@@ -134,6 +147,10 @@ bool is_part_of(const at::Tensor& input, const at::Tensor& weight) {
 
 struct Operands {
   at::Tensor input, weight, bias;  // without a weight: it is no layer's; without a bias: there is none
+  bool inputs_first = false;       // the weight is multiplied with as [in, out]
+
+  int64_t inputs() const { return weight.size(inputs_first ? 0 : 1); }
+  int64_t outputs() const { return weight.size(inputs_first ? 1 : 0); }
 };
 
 // Null: the kernel behind computes it.
@@ -141,13 +158,14 @@ std::shared_ptr<const Fp8Layer> layer_of(const Operands& of) {
   if (c10::InferenceMode::is_enabled()) return nullptr;  // also under autocast, whose keys are above autograd's
   if (!of.weight.defined() || of.weight.dim() != 2 || of.input.is_meta() || of.input.dim() == 0) return nullptr;
   auto layer = find_layer(of.weight);
-  return layer && !is_part_of(of.input, of.weight) ? std::move(layer) : nullptr;
+  const bool is_its_product = layer && layer->inputs_first == of.inputs_first && !is_part_of(of.input, of.weight);
+  return is_its_product ? std::move(layer) : nullptr;
 }
 
 // None: the kernel behind computes it, and what does not fit is LibTorch's to refuse.
 std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Operands& of) {
   auto scaling = layer->scaling.lock();
-  if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.weight.size(1)) {
+  if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.inputs()) {
     return std::nullopt;
   }
   scaling->note_use(layer->index);
@@ -159,24 +177,23 @@ std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Op
   return result;
 }
 
-at::Tensor output_of(const LayerInUse& layer, const at::Tensor& input, const at::Tensor& weight,
-                     const at::Tensor& bias) {
+at::Tensor output_of(const LayerInUse& layer, const Operands& of) {
   // What is computed without a graph is evaluation, or a region's first run, which comes again with one.
   const bool records = at::GradMode::is_enabled();
   const at::AutoGradMode no_graph(false);
-  const Quantized rows = layer.input(rows_of(input.detach()), records);
-  const Quantized of_weight = layer.weight(weight.detach(), records);
+  const Quantized rows = layer.input(rows_of(of.input.detach()), records);
+  const Quantized of_weight = layer.weight(of.weight.detach(), records);
   const at::Tensor result =
-      product(rows, of_weight, bias.defined() ? bias.detach() : bias,
-              {.type = input.scalar_type(), .arithmetic = layer.options().arithmetic, .fast_accumulation = true});
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.back() = weight.size(0);
+      product(rows, of_weight, of.bias.defined() ? of.bias.detach() : of.bias,
+              {.type = of.input.scalar_type(), .arithmetic = layer.options().arithmetic, .fast_accumulation = true});
+  std::vector<int64_t> sizes = of.input.sizes().vec();
+  sizes.back() = of.outputs();
   return at::_unsafe_view(result, sizes);  // a view could not be changed in place, as torch's Linear does
 }
 
 at::Tensor compute(LayerInUse layer, const Operands& of) {
   OwnResults::note();
-  at::Tensor output = output_of(layer, of.input, of.weight, of.bias);
+  at::Tensor output = output_of(layer, of);
   layers::set_backward(output, of.input, of.weight, of.bias,
                        [&] { return make_node<Fp8LinearBackward>(std::move(layer), of.input, of.weight); });
   return output;
@@ -194,13 +211,15 @@ Operands of_matmul(const c10::IValue* arguments) {
   return {arguments[0].toTensor(), base_of_transposed(arguments[1].toTensor()), {}};
 }
 
-// torch::nn::Linear of two dimensions: addmm(bias, input, weight.t()).
+// torch::nn::Linear of two dimensions: addmm(bias, input, weight.t()). Conv1D: addmm(bias, input, weight).
 Operands of_addmm(const c10::IValue* arguments) {
-  const at::Tensor weight = base_of_transposed(arguments[2].toTensor());
-  const at::Tensor bias = arguments[0].toTensor();
+  const at::Tensor matrix = arguments[2].toTensor();
+  const at::Tensor base = base_of_transposed(matrix);
+  Operands result{arguments[1].toTensor(), base.defined() ? base : matrix, arguments[0].toTensor(), !base.defined()};
   const bool is_sum = arguments[3].toScalar().equal(1) && arguments[4].toScalar().equal(1);
-  const bool fits = weight.defined() && is_sum && bias.dim() == 1 && bias.size(0) == weight.size(0);
-  return {arguments[1].toTensor(), fits ? weight : at::Tensor(), bias};
+  const bool fits = is_sum && matrix.dim() == 2 && result.bias.dim() == 1 && result.bias.size(0) == matrix.size(1);
+  if (!fits) result.weight = at::Tensor();
+  return result;
 }
 
 // Casts the operands as autocast does for a product.
@@ -209,7 +228,7 @@ Operands cast_for_product(const Operands& of, at::DeviceType device) {
   const auto cast = [&](const at::Tensor& tensor) {
     return tensor.defined() ? at::autocast::cached_cast(type, tensor, device) : tensor;
   };
-  return {cast(of.input), cast(of.weight), cast(of.bias)};
+  return {cast(of.input), cast(of.weight), cast(of.bias), of.inputs_first};
 }
 
 // Stands in front of one operator at one key. Boxed: kernels of LibTorch that have a graph to make can be called in no
@@ -273,7 +292,7 @@ std::vector<NamedLinear> linears_of(torch::nn::Module& module) {
     at::Tensor weight = weight_if_linear(*item.value());
     if (!weight.defined()) continue;
     const auto [place, is_new] = places.emplace(weight.unsafeGetTensorImpl(), result.size());
-    if (is_new) result.push_back({{}, std::move(weight)});
+    if (is_new) result.push_back({{}, std::move(weight), has_inputs_first(*item.value())});
     result[place->second].names.push_back(item.key().empty() ? "itself" : item.key());
   }
   return result;
@@ -286,8 +305,8 @@ void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Sc
   auto& table = layers_by_weight();
   table.drop([](const auto& layer) { return layer->scaling.expired(); });
   for (size_t i = 0; i < layers.size(); ++i) {
-    table.set(layers[i].weight,
-              std::make_shared<const Fp8Layer>(Fp8Layer{layers[i].name(), static_cast<int64_t>(i), scaling}));
+    table.set(layers[i].weight, std::make_shared<const Fp8Layer>(Fp8Layer{layers[i].name(), static_cast<int64_t>(i),
+                                                                          layers[i].inputs_first, scaling}));
   }
 }
 

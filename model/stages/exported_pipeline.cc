@@ -194,6 +194,8 @@ struct ExportedPipeline::Source {
       modules.add_modules(json);
     } catch (const nlohmann::json::exception& error) {
       archive.fail_in_program(options.file.program, error);
+    } catch (const IoError& error) {
+      archive.fail(error.what());
     }
     // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
     train = cut_file(

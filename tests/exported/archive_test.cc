@@ -8,11 +8,14 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 
 #include "core/check.h"
 #include "dsengine/checkpoint.h"
 #include "dsengine/exported_model.h"
+#include "exported/program_json.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thrown.h"
 
@@ -55,6 +58,54 @@ TEST(ExportedArchive, NamesProgramsAndWhereTensorsLie) {
   archive.read(stored, 2, part);
   EXPECT_TRUE(part.equal(full.view({-1}).narrow(0, 2, 3).to(at::kDouble)));
   EXPECT_THROW(archive.read(stored, stored.numel() - 1, part), UsageError);
+}
+
+// Takes away from the graphs in a value what parse_program() leaves out.
+void leave_out_unread(nlohmann::json& value) {
+  const auto keep = [](nlohmann::json& object, const std::set<std::string>& kept) {
+    for (auto member = object.begin(); member != object.end();) {
+      member = kept.contains(member.key()) ? std::next(member) : object.erase(member);
+    }
+  };
+  if (value.is_object() && value.contains("nodes")) {
+    for (nlohmann::json& node : value["nodes"]) keep(node["metadata"], {"nn_module_stack", "stack_trace"});
+    for (nlohmann::json& meta : value["tensor_values"]) keep(meta, {"dtype", "sizes"});
+  }
+  if (value.is_structured()) {
+    for (nlohmann::json& member : value) leave_out_unread(member);
+  }
+}
+
+TEST(ExportedArchive, AProgramIsReadWithoutWhatNoReaderLooksAt) {
+  for (const std::string name : {"mlp", "pieces", "hf_llama"}) {
+    const Archive archive(kFolder + name + ".pt2");
+    const auto bytes = archive.zip().record(archive.folder() + "models/model.json");
+    nlohmann::json expected = nlohmann::json::parse(bytes.begin(), bytes.end());
+    const nlohmann::json whole = expected;
+    leave_out_unread(expected);
+    EXPECT_NE(expected, whole);
+    EXPECT_EQ(archive.program("model"), expected) << name;
+  }
+}
+
+TEST(ExportedArchive, ValuesWithTheNamesOfFieldsAreRead) {
+  const std::string text = R"({"nodes": [{"metadata": {"torch_fn": 1, "stack_trace": [2, {"torch_fn": 3}]}}],
+      "tensor_values": {"tensor_values": {"layout": [7], "dtype": 1}, "nodes": {"metadata": {"a": 1}, "sizes": [{}]}},
+      "metadata": {"a": [null, true, -1, 0.5, "\u00e9"]}, "twice": 1, "twice": 2})";
+  EXPECT_EQ(parse_program(text),
+            nlohmann::json::parse(R"({"nodes": [{"metadata": {"stack_trace": [2, {"torch_fn": 3}]}}],
+      "tensor_values": {"tensor_values": {"dtype": 1}, "nodes": {"sizes": [{}]}},
+      "metadata": {"a": [null, true, -1, 0.5, "\u00e9"]}, "twice": 2})"));
+  for (const std::string damaged : {"", "{\"a\": [1, 2}", "{\"a\": 1e999}", "[1] 2"}) {
+    std::string expected;
+    try {
+      static_cast<void>(nlohmann::json::parse(damaged));
+    } catch (const nlohmann::json::exception& error) {
+      expected = error.what();
+    }
+    EXPECT_NE(expected, "");
+    EXPECT_EQ(test::thrown_by<nlohmann::json::exception>([&] { parse_program(damaged); }), expected);
+  }
 }
 
 TEST(ExportedArchive, AnUnknownProgramIsToldWithThoseThatAreThere) {

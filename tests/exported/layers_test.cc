@@ -89,6 +89,37 @@ TEST(ExportedLayers, LinearLayersComputeOnFp8) {
   });
 }
 
+// GPT-2 has its weights as [in, out].
+TEST(ExportedLayers, Conv1DOfHuggingFaceComputesOnFp8) {
+  const GoldenModel golden("hf_gpt2");
+  const LayersRun run{golden,
+                      config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", {"lm_head"}}}}})};
+  start(run, [&](engine::Engine& engine, ExportedModule& model) {
+    std::vector<std::string> names;
+    for (const fp8::NamedLinear& layer : fp8::linears_of(model)) {
+      if (layer.inputs_first) names.push_back(layer.name());
+    }
+    EXPECT_THAT(names, UnorderedElementsAre("transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj",
+                                            "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"));
+    const double distance = distance_from_python(engine, model, run);
+    EXPECT_GT(distance, 1e-5) << "nothing was computed on FP8";
+    EXPECT_LT(distance, 0.1);
+  });
+}
+
+TEST(ExportedLayers, Fp8SaysThatTheProjectionOfMultiheadAttentionStays) {
+  const GoldenModel golden("encoder");
+  const LayersRun run{golden,
+                      config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", {"head"}}}},
+                                           {"log_level", "info"}})};
+  testing::internal::CaptureStderr();
+  start(run, [](engine::Engine&, ExportedModule&) {});
+  EXPECT_THAT(
+      testing::internal::GetCapturedStderr(),
+      HasSubstr("fp8: encoder.layers.0.self_attn.in_proj_weight, encoder.layers.1.self_attn.in_proj_weight: the "
+                "projection of MultiheadAttention's inputs is no Linear layer and stays as it is"));
+}
+
 TEST(ExportedLayers, Fp8RefusesAModelWithoutLinearLayers) {
   const GoldenModel golden("unet");
   const LayersRun run{golden, config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}}}})};

@@ -169,6 +169,8 @@ struct Change {
 TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
   const std::string linear = "node \"linear\" (aten.linear.default, in module \"body.0\"): ";
   const std::string relu = "node \"relu\" (aten.relu.default, in module \"body.1\"): ";
+  std::string deep = "body";
+  for (int i = 0; i < 100; ++i) deep += ".body";
   const std::vector<Change> changes = {
       // Tensors.
       {"mlp", kWeights, "/config/body.0.bias/use_pickle", true,
@@ -217,6 +219,9 @@ TEST(ExportedRefusal, EachValueThatCannotBeIsTold) {
        "argument 1 has to be a graph"},
       {"pieces", kProgram, "/graph_module/graph/nodes/37/inputs/1/arg/as_scalar_type", 99,
        "node \"to\" (aten.to.dtype): dtype 99 of the schema is not known; expected 1 to 13 or 28 to 35"},
+      // Modules.
+      {"mlp", kProgram, "/graph_module/module_call_graph/1/fqn", deep,
+       "the name \"" + deep.substr(0, 117) + "...\" has more than 100 modules in one another" + kAgain},
       // Inputs and outputs of the program.
       {"mlp",
        kProgram,

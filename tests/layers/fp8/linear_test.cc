@@ -229,6 +229,48 @@ TEST(Fp8Linear, ASharedWeightHasTheNamesOfAllItsLayers) {
   EXPECT_THAT(layers[1].names, testing::ElementsAre("other"));
 }
 
+// As Hugging Face has it: a Linear layer whose weight is [in, out].
+struct Conv1D : torch::nn::Module {
+  explicit Conv1D(const torch::nn::Linear& linear) : torch::nn::Module("Conv1D") {
+    weight = register_parameter("weight", linear->weight.detach().t().contiguous());
+    bias = register_parameter("bias", linear->bias.detach().clone());
+  }
+  at::Tensor forward(const at::Tensor& rows) const { return torch::addmm(bias, rows, weight); }
+
+  at::Tensor weight, bias;
+};
+
+TEST(Fp8Linear, AWeightWithInputsFirstIsTheTransposedLayer) {
+  const at::Tensor rows = waves({6, kIn}, 1.3).to(at::kFloat);
+  const at::Tensor gradient = (waves({6, kOut}, 0.7) * 0.01).to(at::kFloat);
+  for (const bool weight_gradients : {false, true}) {
+    torch::nn::Linear linear = layer_of(at::kFloat);
+    const auto conv = std::make_shared<Conv1D>(linear);
+    const at::Tensor plain = conv->forward(rows);
+    const at::Tensor product = torch::matmul(rows, conv->weight);
+    ScalingOptions options = {.weight_gradients = weight_gradients, .arithmetic = Arithmetic::kEmulated};
+    const auto of_linear = on_fp8(linear, options);
+    const Gradients expected = run(linear, rows, gradient);
+
+    const std::vector<NamedLinear> layers = linears_of(*conv);
+    ASSERT_EQ(layers.size(), 1U);
+    EXPECT_EQ(layers[0].inputs(), kIn);
+    EXPECT_EQ(layers[0].outputs(), kOut);
+    const auto scaling = std::make_shared<Scaling>(options, std::vector<std::string>{"itself"}, c10::kCPU);
+    set_layers(layers, scaling);
+    const at::Tensor input = rows.clone().requires_grad_(true);
+    const at::Tensor output = conv->forward(input);
+    output.backward(gradient);
+    EXPECT_TRUE(torch::equal(output, expected.output));
+    EXPECT_FALSE(torch::equal(output, plain));
+    EXPECT_TRUE(torch::equal(input.grad(), expected.input));
+    EXPECT_TRUE(torch::equal(conv->bias.grad(), expected.bias));
+    EXPECT_TRUE(conv->weight.grad().is_contiguous());
+    expect_near(conv->weight.grad(), expected.weight.t().to(at::kDouble), at::kFloat);
+    EXPECT_TRUE(torch::equal(torch::matmul(rows, conv->weight), product)) << "it is computed by addmm alone";
+  }
+}
+
 TEST(Fp8Linear, EndsWithItsScales) {
   torch::nn::Linear layer = layer_of(at::kFloat);
   const at::Tensor values = waves({4, kIn}, 1.3).to(at::kFloat);

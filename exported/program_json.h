@@ -1,0 +1,14 @@
+// Parses the JSON of a program without what no reader looks at, which is nearly half of it: strides, devices and
+// layouts of the values that nodes make, and notes on the functions of Python that made the nodes.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace ds::exported {
+
+// Of the values of a graph "dtype" and "sizes" are kept, of the metadata of a node "nn_module_stack" and "stack_trace";
+// all else is as in the text. Throws nlohmann's exceptions.
+nlohmann::json parse_program(const std::string& text);
+
+}  // namespace ds::exported
