@@ -44,10 +44,14 @@ std::string cause_line(const Failure& failure) {
 }
 
 bool tells_of_another_rank(const LastLines& lines) {
-  // The texts of comm/shared_memory, gloo, NCCL and the store of the rendezvous.
+  // The texts of comm/shared_memory, gloo, NCCL and the store of the rendezvous, and those of calls in which another
+  // rank has failed: "rank 0 could not write ..., its message says why".
   constexpr std::array kTexts = {" has destroyed its communicator"sv,
                                  " has died"sv,
                                  " failed before: "sv,
+                                 " message says why"sv,
+                                 " error says why"sv,
+                                 " message says which"sv,
                                  "Connection closed by peer"sv,
                                  "Connection reset by peer"sv,
                                  "Broken pipe"sv,

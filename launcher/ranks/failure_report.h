@@ -26,7 +26,7 @@ struct Failure {
 std::string cause_line(const Failure& failure);
 
 // Whether the last lines tell of nothing but another rank's end: a collective that cannot finish because a peer has
-// left, died or failed. Such a failure follows from that of the other rank.
+// left, died or failed, or a call in which a peer has failed. Such a failure follows from that of the other rank.
 bool tells_of_another_rank(const LastLines& lines);
 
 // The last lines of the rank, under a heading, indented.

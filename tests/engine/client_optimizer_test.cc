@@ -245,6 +245,26 @@ TEST_P(ClientOptimizerAtStages, TorchsSchedulersFallAsPythonsAndComeBack) {
   }
 }
 
+// The plain loop makes the scheduler's first step at once, as Python's constructors do.
+TEST_P(ClientOptimizerAtStages, StepLrTrainsAsLibTorchsInAPlainLoopAlsoResumed) {
+  const ClientRun plain{.steps = 9, .after_steps = [](torch::optim::Optimizer& optimizer) {
+                          const auto schedule = step_lr(optimizer);
+                          schedule->step();
+                          return [schedule] { schedule->step(); };
+                        }};
+  const std::vector<double> expected = plain_losses(plain, of_torch("AdamW"));
+  const test::ScratchFolder folder;
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    ScheduledRun begun(GetParam(), step_lr, communicator);
+    EXPECT_LT(trained_difference({.steps = 5}, *begun.engine, begun.model, *begun.optimizer, expected), kFloat32);
+    begun.engine->save_checkpoint(folder.path().string());
+    ScheduledRun resumed(GetParam(), step_lr, communicator);
+    resumed.engine->load_checkpoint(folder.path().string());
+    EXPECT_LT(trained_difference({.steps = 9}, *resumed.engine, resumed.model, *resumed.optimizer, expected, 5),
+              kFloat32);
+  });
+}
+
 TEST(TorchScheduler, MistakesAreNamed) {
   run_ranks(1, [&](comm::Communicator& communicator) {
     SmallNet other;

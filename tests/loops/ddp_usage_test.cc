@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,30 @@ TEST(DdpUsage, OneWrapperOrEngineForAModule) {
     DistributedDataParallel next(model, {.process_group = shared(group)});
     loss_of(next(batch_of(0, 0))).backward();
     EXPECT_TRUE(model->first->weight.grad().defined());
+  });
+}
+
+// The types of members of a class that makes its wrapper later, of a holder and of a shared_ptr.
+struct Trainer {
+  Toy net;
+  std::optional<DistributedDataParallel<Toy>> ddp;
+  std::optional<DistributedDataParallel<std::shared_ptr<test::ToyImpl>>> of_pointer;
+};
+
+TEST(DdpUsage, IsAMemberOfAClassThatMakesItLater) {
+  test::run_ranks(2, [](comm::Communicator& group) {
+    Trainer trainer;
+    trainer.ddp.emplace(trainer.net, DistributedDataParallelOptions{.process_group = shared(group)});
+    loss_of((*trainer.ddp)(batch_of(group.rank(), 0))).backward();
+    const std::vector<at::Tensor> once = gradients_of(*trainer.net);
+    trainer.ddp.reset();
+    trainer.net->zero_grad();
+    trainer.of_pointer.emplace(trainer.net.ptr(), test::small_buckets(group));
+    loss_of(trainer.of_pointer->forward(batch_of(group.rank(), 0))).backward();
+    expect_close(gradients_of(*trainer.net), once, 1e-6, "by either type");
+    Toy alone;
+    for (int rank = 0; rank < 2; ++rank) (loss_of(alone->forward(batch_of(rank, 0))) / 2).backward();
+    expect_close(once, gradients_of(*alone), 1e-6, "as one process");
   });
 }
 

@@ -83,6 +83,26 @@ TEST(Leaves, OfAnotherRankThatHasNoGradientsCount) {
   });
 }
 
+TEST(Leaves, OfATiedParameterAreCutByTheRuleOfAnyOfItsNames) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const auto module = perceptron();
+    const std::vector<SplitRule> rules = {{.pattern = "tied_again", .style = kColumn}};
+    const SplitModule split = parallelize_module(*module, shared(communicator), rules);
+    const auto parameters = module->named_parameters();
+    EXPECT_TRUE(is_split(parameters["tied"]) && parameters["tied"].is_same(parameters["tied_again"]));
+    ASSERT_EQ(split.leaves().size(), 5U);  // the tied one once
+    EXPECT_LE(relative_error(module->forward(batch()), perceptron()->forward(batch())), 1e-5);
+    const auto other = perceptron();
+    EXPECT_THAT(
+        test::thrown_by<UsageError>(
+            [&] {
+              parallelize_module(*other, shared(communicator), {{.pattern = "tied", .style = kWhole}, rules.front()});
+            },
+            "none"),
+        AllOf(HasSubstr("tied and tied_again are one tensor"), HasSubstr("Give both one rule")));
+  });
+}
+
 TEST(Leaves, AreClippedOnOneRankToo) {
   const auto module = perceptron();
   test::run_ranks(1, [&](comm::Communicator& communicator) {
@@ -114,6 +134,9 @@ TEST(Leaves, HabitsOverTheModulesParametersAreErrorsThatNameOne) {
     EXPECT_THAT(error_of(backward), AllOf(HasSubstr("parameter "), HasSubstr("split.zero_grad()")));
     split.zero_grad();
     backward();
+    // LibTorch's sentence, which the page of a tensor axis explains.
+    EXPECT_THAT(error_of([&] { torch::optim::SGD late(module->parameters(), 0.3); }),
+                HasSubstr("can't optimize a non-leaf Tensor"));
     // An optimizer over the leaves does what it should, with zero_grad() of either kind, and beside the module's.
     torch::optim::SGD right(split.leaves(), 0.3);
     for (const bool to_none : {true, false}) {

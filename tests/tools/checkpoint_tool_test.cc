@@ -345,7 +345,7 @@ TEST_F(CheckpointToolTest, MastersOf16Bits) {
   EXPECT_THAT(inspected.out, AllOf(ContainsRegex("weights/wte.weight +BFloat16"), ContainsRegex("weights +2 +56 B\n"),
                                    ContainsRegex("optimizer/exp_avg +1 +48 B\n")));
   const std::string again = folder_ / "again/global_step20";
-  ASSERT_EQ(run_tool({"convert", tag, again, "--format", "dsengine", "--ranks", "3"}).code, 0);
+  ASSERT_EQ(run_tool({"convert", tag, again, "--format", "dsengine", "--world_size", "3"}).code, 0);
   const Outcome same = run_tool({"diff", tag, again});
   EXPECT_EQ(same.code, 0) << same.out;
   EXPECT_EQ(open_folder(again)->info("weights/wte.weight").dtype, at::kBFloat16);

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <chrono>
@@ -15,6 +16,7 @@
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "tests/comm/flight/flight_logs.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/store_threads.h"
 
@@ -69,6 +71,25 @@ TEST(FlightWatch, ALateRankIsReportedAndTrainingGoesOn) {
   });
   EXPECT_TRUE(has_file(folder / "flight", "summary.txt"));
   EXPECT_TRUE(has_file(folder / "flight", "rank2.flight"));
+}
+
+// The signal that takes the stack of a late rank ends usleep(), select() and the like, so that it comes at once: it is
+// told as it was before.
+TEST(FlightWatch, ALateRankThatTheSignalWakesIsReportedAsItWas) {
+  const test::ScratchFolder folder;
+  ds::testing::on_store_threads(3, [&](const auto& store, int rank) {
+    const Watched job(store, rank, 3, folder / "flight");
+    job.reduce("before");
+    if (rank == 2) ::usleep(std::chrono::microseconds(3 * kLimit).count());
+    job.reduce("loss");
+    job.reduce("after");
+  });
+  std::string summary;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path())) {
+    if (entry.path().filename() == "summary.txt") summary += test::file_text(entry.path());
+  }
+  EXPECT_THAT(summary, AllOf(HasSubstr("ranks 0 and 1 wait in all_reduce 'loss'"), HasSubstr("rank 2 ("),
+                             HasSubstr("has not entered it: it is alive")));
 }
 
 TEST(FlightWatch, NothingIsLeftOfAGoodRun) {

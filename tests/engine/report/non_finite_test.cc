@@ -13,6 +13,8 @@
 #include "tests/engine/report/non_finite_run.h"
 #include "tests/model/offloaded/offload_run.h"
 #include "tests/model/small_run.h"
+#include "tests/support/file_text.h"
+#include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -242,10 +244,13 @@ TEST(NonFiniteBeside, AClientOptimizer) {
 TEST(NonFiniteBeside, ALossThatIsNotFiniteWhoseGradientIsIsToldByItsRank) {
   for (const int stage : {0, 3}) {
     SCOPED_TRACE(stage);
+    const test::ScratchFolder folder;
+    ordered_json config = small_config(stage, 2);
+    config["csv_monitor"] = {{"enabled", true}, {"output_path", folder.path().string()}, {"job_name", "run"}};
     ::testing::internal::CaptureStderr();
     run_ranks(2, [&](comm::Communicator& communicator) {
       SmallNet model;
-      const auto engine = start(model.ptr(), small_config(stage, 2), communicator).engine;
+      const auto engine = start(model.ptr(), config, communicator).engine;
       for (int micro_batch = 0; micro_batch < 4; ++micro_batch) {
         const at::Tensor loss = model->loss(sample(micro_batch, communicator.rank()));
         const bool bad = communicator.rank() == 1 && micro_batch == 3;
@@ -260,6 +265,9 @@ TEST(NonFiniteBeside, ALossThatIsNotFiniteWhoseGradientIsIsToldByItsRank) {
     EXPECT_THAT(text,
                 HasSubstr("step 2: rank 1's loss of micro-batch 1 (text 3) is nan, and the gradients are finite"));
     EXPECT_THAT(text, ::testing::Not(HasSubstr("rank 0's loss")));
+    const std::string losses = test::file_text(folder / "run/Train_Samples_train_loss.csv");
+    EXPECT_THAT(losses, ::testing::EndsWith("nan\n")) << "monitors tell it: " << losses;
+    EXPECT_EQ(losses.find("nan"), losses.size() - 4) << "of the second step alone";
   }
 }
 

@@ -6,6 +6,8 @@
 #include <csignal>
 #include <string>
 
+#include "core/text.h"
+
 namespace ds::launcher {
 namespace {
 
@@ -55,6 +57,15 @@ TEST(FailureReport, TellsAConsequenceFromACause) {
                      "train: error: job rank 1: barrier cannot finish: rank 0 has destroyed its communicator; "
                      "rank 0 (process 7, alive; last began barrier)",
                      ""}));
+  for (const char* text :
+       {"save_16bit_model: rank 0 could not write /out/model.safetensors, its message says why",
+        "load_checkpoint: /saves: another rank could not load it, its message says why",
+        "activation_checkpointing.modules: rank 1 could not choose its modules; its error says why",
+        "job: rank 0 could not create the shared memory, 4096 bytes; its own error says why",
+        "step(): ranks of another tensor axis do not agree; their message says which, and on what"}) {
+    EXPECT_TRUE(tells({cat("train: error: ", text)})) << text;
+  }
+  EXPECT_FALSE(tells({"train: error: /out/model.safetensors cannot be written (No space left on device)"}));
   EXPECT_TRUE(tells({"  what():  [/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"}));
   // A warning of long ago.
   EXPECT_FALSE(tells({"rank 3 has died", "restored", "step 1", "step 2", "step 3", "error: no space left"}));

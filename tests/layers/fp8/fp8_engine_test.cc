@@ -283,6 +283,11 @@ TEST(Fp8Engine, NamesWhatDoesNotFit) {
   EXPECT_THAT(of({{"exclude", {"lst"}}}), HasSubstr("fp8.exclude: expected \"lst\" to be the name of a Linear layer"));
   EXPECT_THAT(of({{"modules", {"h.*"}}}), HasSubstr("found none among first, middle, last"));
   EXPECT_THAT(of({{"exclude", {"*"}}}), HasSubstr("expected it to leave a layer"));
+  WideNet twice;  // a layer under two names is meant by either
+  twice->register_module("head", twice->last.ptr());
+  for (const char* name : {"last", "head"}) {
+    EXPECT_EQ(refusal_of(fp8_config(0, 1, {{"exclude", {name}}}), twice.ptr()), "none") << name;
+  }
   EXPECT_THAT(of({{"granularity", "block"}}), HasSubstr("expected \"current\" with granularity \"block\""));
   EXPECT_THAT(of({{"granularity", "block"}, {"recipe", "current"}}), HasSubstr("multiples of 128"));
   EXPECT_THAT(of({{"amax_history_len", 0}}), HasSubstr("amax_history_len"));

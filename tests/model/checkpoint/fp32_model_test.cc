@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/export.h"
@@ -141,6 +142,39 @@ TEST(Fp32Model, Float64IsKept) {
   });
   EXPECT_EQ(expected.at("norm.num_batches_tracked").item<int64_t>(), 3);
   expect_bit_equal(loaded_by_torch(folder / "double.pt", torch::kDouble), expected, "float64");
+}
+
+// What torch::save writes of a model in 16 bits, and the two ways of reading it that docs/from_libtorch.md names.
+TEST(HalfModel, OfTorchSaveIsReadInItsDtypeOrConverted) {
+  const test::ScratchFolder folder;
+  for (const auto& [precision, dtype] : {std::pair("bf16", torch::kBFloat16), {"fp16", torch::kHalf}}) {
+    for (const int stage : {0, 3}) {
+      const std::string path = folder / cat(precision, stage);
+      State expected;
+      run_ranks(2, [&, name = precision](comm::Communicator& communicator) {
+        SmallNet model;
+        ordered_json config = small_config(stage, 1);
+        config[name] = {{"enabled", true}};
+        const auto engine = start(model.ptr(), config, communicator).engine;
+        train(*engine, model, 2);
+        const auto whole = engine->gathered_parameters(model->parameters());
+        if (communicator.rank() != 0) return;
+        torch::save(model, path);
+        expected = parameters_of(*model);
+      });
+      SmallNet wide;
+      EXPECT_THAT([&] { torch::load(wide, path); },
+                  ThrowsMessage<c10::Error>(HasSubstr("out of bounds for storage of size")));
+      SmallNet narrow;
+      narrow->to(dtype);
+      torch::load(narrow, path);
+      expect_bit_equal(parameters_of(*narrow), expected, path);
+      SmallNet converted;
+      checkpoint::load_module(*checkpoint::open_weights(path), *converted);
+      EXPECT_EQ(converted->last->weight.scalar_type(), torch::kFloat);
+      EXPECT_EQ(largest_difference(parameters_of(*converted), expected), 0.0) << path;
+    }
+  }
 }
 
 TEST(Fp32Model, AFileThatCannotBeWrittenIsAnErrorOnEveryRank) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
@@ -212,6 +213,27 @@ TEST(OffloadEngine, ChangedParametersReachTheHost) {
       EXPECT_EQ(largest_difference(run(3, offload.keys), plain), 0.0) << offload.name;
     }
   });
+}
+
+// Averaged weights are put in the place of the 16-bit ones, read, and taken away again.
+TEST(OffloadEngine, MastersComeBackWithTheValuesThatWereSwappedOut) {
+  for (const OffloadCase& offload : kOffloads) {
+    SCOPED_TRACE(offload.name);
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      ordered_json config = offloading(small_config(std::max(2, offload.first_stage), 1), offload.keys);
+      config["bf16"] = {{"enabled", true}};
+      SmallNet model;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      const State masters = train(*engine, model, 2);
+      const torch::NoGradGuard no_grad;
+      std::vector<at::Tensor> own;
+      for (const at::Tensor& parameter : model->parameters()) own.push_back(parameter * 1.0);
+      for (size_t i = 0; i < own.size(); ++i) model->parameters()[i].copy_(own[i] * 0.75);
+      EXPECT_GT(largest_difference(copy_of(engine->fp32_state_dict()), masters), 0.01) << "what is read counts";
+      for (size_t i = 0; i < own.size(); ++i) model->parameters()[i].copy_(own[i]);
+      EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), masters), 0.0);
+    });
+  }
 }
 
 TEST(OffloadEngine, TheDeviceHoldsNothingOfWhatIsOffloaded) {
