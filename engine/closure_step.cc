@@ -16,7 +16,8 @@ void require_possible(const Engine::Impl& impl) {
   const Plan& plan = impl.state.plan;
   require(impl.state.optimizer.steps_on_parameters(), "step(closure): expected an optimizer of the program that steps ",
           "on whole parameters, as torch::optim::LBFGS, found ", impl.state.optimizer.name(),
-          "; call engine->step() after engine->backward(loss)");
+          "; call engine->step() after engine->backward(loss). An optimizer of the program that asks for the loss ",
+          "several times in a step works at zero_optimization.stage 0 in float32 alone");
   const auto require_off = [](bool off, const char* key, const char* found) {
     require(off, "step(closure): ", key, ": expected ", found, ", because the optimizer asks for the loss and its ",
             "gradient as they are, several times in a step");

@@ -326,7 +326,8 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
     explain(
         "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
         "the same values on every rank, or change them in a scope of engine->gathered_parameters(parameters, "
-        "/*modifier_rank=*/0)");
+        "/*modifier_rank=*/0). Values that each rank moves for one pass and puts back count as well: add such a move "
+        "in forward, as torch::linear(x, weight + move)");
   }
   if (!all_equal(numbers + WorldPlace::kGradientChanges, ranks_.size())) {
     parted = updated;

@@ -39,6 +39,7 @@ Program pinn();
 Program policy_gradient();
 // Those that are written once (trainer.h).
 std::vector<Program> dynamics_programs();
+std::vector<Program> inner_loop_programs();
 std::vector<Program> methods_programs();
 std::vector<Program> text_programs();
 std::vector<Program> vision_programs();

@@ -199,9 +199,12 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
   // or from a checkpointed region that has read it without a graph.
   if (!parameters_[number].tensor.grad().defined()) return;
   if (!is_running(state_) && neighbours_.another_runs()) return neighbours_.drop(number);
+  if (!is_running(state_) && !exchange_.options().plain_gradients()) {
+    parameters_[number].tensor.mutable_grad().reset();  // else the next pass would add to it
+  }
   require(is_running(state_), "parameter ", parameters_[number].name, " of ", neighbours_.model(),
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
-          "loss.backward()");
+          "loss.backward(); where an input's gradient alone is wanted, torch::autograd::grad({loss}, {input})");
   ensure(queue_.is_in_pass(index), "a pass gives gradients to the buckets it is said to");
   require(!queue_.had_its_turn(index), "parameter ", parameters_[number].name,
           ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
