@@ -6,8 +6,8 @@
 // not. Dropout of split tensors needs none (parallel/rules/random.cc): it draws the mask of the whole from the default
 // generator on every rank.
 //
-// Nothing of a stream is kept: a step that is computed again, or resumed, has its numbers again. The mixing function is that of
-// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Any thread.
+// Nothing of a stream is kept: a step that is computed again, or resumed, has its numbers again. The mixing function is
+// that of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Any thread.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -86,9 +86,7 @@ std::vector<at::Tensor> generators(const ModelState& state) {
 }
 
 // Whether the rank writes the tensors of its part of a pipeline, or the whole model.
-bool writes_tensors(const Ranks& ranks) {
-  return ranks.part->rank() == 0 && ranks.is_first_of_tensor_axis();
-}
+bool writes_tensors(const Ranks& ranks) { return ranks.part->rank() == 0 && ranks.is_first_of_tensor_axis(); }
 
 // Whether the rank has the losses of its data-parallel rank.
 bool writes_lines(const ModelState& state) {

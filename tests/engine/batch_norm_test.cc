@@ -64,12 +64,6 @@ at::Tensor loss_of(const at::Tensor& scores, const at::Tensor& x) {
   return (scores.to(x.scalar_type()) - x.select(1, 0).select(2, 0).narrow(1, 0, 3) * 2.0).pow(2).mean();
 }
 
-State buffers_of(const torch::nn::Module& module) {
-  State state;
-  for (const auto& item : module.named_buffers()) state[item.key()] = item.value().clone();
-  return state;
-}
-
 struct Trained {
   State parameters, buffers;
 };

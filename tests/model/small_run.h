@@ -65,6 +65,12 @@ inline State parameters_of(const torch::nn::Module& module) {
   return state;
 }
 
+inline State buffers_of(const torch::nn::Module& module) {
+  State state;
+  for (const auto& item : module.named_buffers()) state[item.key()] = item.value().clone();
+  return state;
+}
+
 // The largest difference over all elements. Both must hold the same names.
 inline double largest_difference(const State& a, const State& b) {
   double largest = a.size() == b.size() ? 0.0 : 1e9;

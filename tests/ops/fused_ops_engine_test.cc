@@ -84,16 +84,8 @@ struct FusedNet : torch::nn::Module {
 TrainedRun train_blocks(const ordered_json& config, comm::Communicator& communicator, const BlockKind& kind) {
   const auto model = std::make_shared<FusedNet>(kind);
   const auto engine = ds::engine::start(model, config, communicator).engine;
-  TrainedRun run{.start = copy_of(engine->fp32_state_dict())};
-  for (int64_t micro = 0; micro < 4 * engine->gradient_accumulation_steps(); ++micro) {
-    const at::Tensor loss = model->loss(sample(micro, communicator.rank()));
-    engine->backward(loss);
-    engine->step();
-    run.losses.push_back(loss.item<double>());
-  }
-  run.weights = copy_of(engine->fp32_state_dict());
-  run.skipped_steps = engine->skipped_steps();
-  return run;
+  return record_training(*engine, 4 * engine->gradient_accumulation_steps(),
+                         [&](int64_t micro) { return model->loss(sample(micro, communicator.rank())); });
 }
 
 void expect_blocks_train_the_same(ordered_json config, BlockKind kind, double tolerance) {

@@ -71,16 +71,8 @@ at::Tensor tokens_of(int64_t micro_batch, int rank) {
 TrainedRun train_tokens(const ordered_json& config, comm::Communicator& communicator, const TokenModel& kind) {
   const auto model = std::make_shared<TokenNet>(kind);
   const auto engine = start(model, config, communicator).engine;
-  TrainedRun run{.start = copy_of(engine->fp32_state_dict())};
-  for (int64_t micro = 0; micro < kSteps * engine->gradient_accumulation_steps(); ++micro) {
-    const at::Tensor loss = model->loss(tokens_of(micro, communicator.rank()));
-    engine->backward(loss);
-    engine->step();
-    run.losses.push_back(loss.item<double>());
-  }
-  run.weights = copy_of(engine->fp32_state_dict());
-  run.skipped_steps = engine->skipped_steps();
-  return run;
+  return record_training(*engine, kSteps * engine->gradient_accumulation_steps(),
+                         [&](int64_t micro) { return model->loss(tokens_of(micro, communicator.rank())); });
 }
 
 void expect_the_same_training(const ordered_json& config, TokenModel kind, double tolerance) {

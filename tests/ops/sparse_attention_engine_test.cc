@@ -90,16 +90,7 @@ TrainedRun train(const ordered_json& config, comm::Communicator& communicator, b
   const auto model = std::make_shared<AttentionNet>(masked, regions);
   const auto engine = ds::engine::start(model, config, communicator).engine;
   model->attend = sparse_self_attention(engine, kAttentionHeads);
-  TrainedRun run{.start = copy_of(engine->fp32_state_dict())};
-  for (int64_t micro = 0; micro < 8; ++micro) {
-    const at::Tensor loss = model->loss(sample(micro, communicator.rank()));
-    engine->backward(loss);
-    engine->step();
-    run.losses.push_back(loss.item<double>());
-  }
-  run.weights = copy_of(engine->fp32_state_dict());
-  run.skipped_steps = engine->skipped_steps();
-  return run;
+  return record_training(*engine, 8, [&](int64_t micro) { return model->loss(sample(micro, communicator.rank())); });
 }
 
 TEST(SparseAttentionInTheEngine, EveryStageTrainsAsDenseAttentionUnderTheMask) {
