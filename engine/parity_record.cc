@@ -171,7 +171,7 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
   require<ConfigError>(!norms || norms->size() == 1, "parity: expected layers that see one rank's batch alone, found ",
                        "BatchNorm over ", norms ? norms->size() : 1, " ranks (ds::convert_sync_batchnorm), whose ",
                        "statistics one rank cannot repeat, because it takes their batches one after the other; leave ",
-                       "the conversion out, or freeze BatchNorm by eval(), to compare");
+                       "the conversion out to compare the rest");
   const comm::Communicator& world = *state.ranks.world;
   require(!run_.is_reference() || world.size() == 1, kParityLikeVariable, ": expected one rank, found ", world.size());
   if (world.rank() == 0) write_layout(layout_of(state, config), run_.folder);
