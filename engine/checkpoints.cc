@@ -49,6 +49,7 @@ void warn_of_own_schedule(const Engine::Impl& engine, const std::vector<double>&
 }  // namespace
 
 void Engine::wait_for_checkpoint() {
+  const Phases::Scope phase(impl_->phases, "wait_for_checkpoint");
   const std::string failure = impl_->saves.finish(impl_->state.ranks);
   require<IoError>(failure.empty(), failure);
 }
@@ -140,12 +141,12 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
   self.order.require(Call::kSave16BitModel);
+  const Phases::Scope phase(self.phases, "save_16bit_model");
   const bool given = largest_of_ranks(from ? 1 : 0, self.state.ranks.device, *self.state.ranks.world,
                                       "whether a state dict is saved") == 1;
   require(given || !self.state.plan.gather || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
-  const Phases::Scope phase(self.phases, "save_16bit_model");
   self.synchronize_judged();
   const std::string path = (std::filesystem::path(folder) / filename).string();
   save_model(self.state, path, !exclude_frozen_parameters, given ? std::optional(from.value_or(StateDict())) : from);

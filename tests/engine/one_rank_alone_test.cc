@@ -109,6 +109,7 @@ TEST(OneRankAlone, SetsNoOptionOfTheConfigsOptimizer) {
   using optimizers::GroupOptions;
   ordered_json momentum = small_config(2, 1);
   momentum["optimizer"] = {{"type", "SGD"}, {"params", {{"lr", 0.02}, {"momentum", 0.5}}}};
+  momentum["zero_allow_untested_optimizer"] = true;
   ordered_json warmed_up = small_config(2, 1);
   warmed_up["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_max_lr", 0.02}, {"warmup_num_steps", 2}}}};
   const std::vector<LoneSetting> settings = {
