@@ -92,8 +92,10 @@ TEST(ExportedLayers, LinearLayersComputeOnFp8) {
 // GPT-2 has its weights as [in, out].
 TEST(ExportedLayers, Conv1DOfHuggingFaceComputesOnFp8) {
   const GoldenModel golden("hf_gpt2");
-  const LayersRun run{golden,
-                      config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", {"lm_head"}}}}})};
+  const LayersRun run{
+      golden,
+      config_with(golden,
+                  {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", ordered_json::array({"lm_head"})}}}})};
   start(run, [&](engine::Engine& engine, ExportedModule& model) {
     std::vector<std::string> names;
     for (const fp8::NamedLinear& layer : fp8::linears_of(model)) {
@@ -109,9 +111,10 @@ TEST(ExportedLayers, Conv1DOfHuggingFaceComputesOnFp8) {
 
 TEST(ExportedLayers, Fp8SaysThatTheProjectionOfMultiheadAttentionStays) {
   const GoldenModel golden("encoder");
-  const LayersRun run{golden,
-                      config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", {"head"}}}},
-                                           {"log_level", "info"}})};
+  const LayersRun run{
+      golden,
+      config_with(golden, {{"fp8", {{"enabled", true}, {"emulate", true}, {"exclude", ordered_json::array({"head"})}}},
+                           {"log_level", "info"}})};
   testing::internal::CaptureStderr();
   start(run, [](engine::Engine&, ExportedModule&) {});
   EXPECT_THAT(
