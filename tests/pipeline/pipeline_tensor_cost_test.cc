@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -95,11 +96,47 @@ AxisBytes by_axis(const SplitJob& job, const std::map<std::vector<int>, SentByte
   return result;
 }
 
+// The elements that a rank has of its stage: parts of the table's, the column's and the row layer's weights and of the
+// column layer's bias, and what is whole.
+struct StageElements {
+  int64_t table, column, row, bias, whole;
+};
+
+StageElements elements_of_stage(const SplitJob& job, int rank) {
+  const int64_t vocabulary = (kVocabulary + (rank % job.tensor == 0 ? job.tensor - 1 : 0)) / job.tensor;
+  const int64_t columns = 2 * kWidth / job.tensor;
+  return {.table = vocabulary * kWidth,
+          .column = columns * kWidth,
+          .row = columns * kWidth,
+          .bias = columns,
+          .whole = 3 * kWidth};
+}
+
+bool is_last_stage(const SplitJob& job, int rank) { return rank >= job.world() - job.tensor * job.data; }
+
+// Of a bucket: its slices are whole.
+int64_t in_slices(const SplitJob& job, int64_t elements) {
+  const int64_t unit = zero::kAlignment * (job.stage == 0 ? 1 : job.data);
+  return (elements + unit - 1) / unit * unit;
+}
+
+// What a rank sends of a bucket that all data-parallel ranks gather, or reduce to slices.
+int64_t sent_of(const SplitJob& job, int64_t elements) { return elements * 4 * (job.data - 1) / job.data; }
+
+int64_t expected_data_bytes(const SplitJob& job, int rank) {
+  const auto [table, column, row, bias, whole] = elements_of_stage(job, rank);
+  // Parts and what is whole have a bucket each; at stage 3 so has the bias, which stays full.
+  const int64_t parts = job.stage == 3 ? in_slices(job, table + column + row) + in_slices(job, bias)
+                                       : in_slices(job, table + column + row + bias);
+  // Stages 2 and 3 reduce in every backward. What stage 3 has gathered stays until the update: it is used again soon.
+  return sent_of(job, parts + in_slices(job, whole)) * (job.stage >= 2 ? kBatchesOfAStep + 1 : 2);
+}
+
 // Stages of a table, a column and a row layer each; between them x of [2, 8, kWidth].
 AxisBytes expected_bytes(const SplitJob& job, int rank, bool in_pieces) {
   constexpr int64_t kRows = 2 * 8;
   constexpr int64_t kActivation = kRows * kWidth * 4;
-  const bool last = rank >= job.tensor * job.data;
+  const bool last = is_last_stage(job, rank);
   const auto reduced = [&](int64_t bytes) { return 2 * bytes * (job.tensor - 1) / job.tensor; };
   AxisBytes bytes;
   bytes.messages = kBatchesOfAStep * kActivation / (in_pieces ? job.tensor : 1);
@@ -107,20 +144,12 @@ AxisBytes expected_bytes(const SplitJob& job, int rank, bool in_pieces) {
   // The row layer's output, the gradient of the column layer's input, and the embedding's output or the gradient of the
   // head's input. The loss exchanges the greatest score, the sum and the target's score of each row.
   bytes.sums = kBatchesOfAStep * (3 * reduced(kActivation) + (last ? 3 * reduced(kRows * 4) : 0));
-  if (job.data == 1) return bytes;
-  const int64_t vocabulary = (kVocabulary + (rank % job.tensor == 0 ? job.tensor - 1 : 0)) / job.tensor;
-  const int64_t columns = 2 * kWidth / job.tensor;
-  // Parts and what is whole have a bucket each, of whole slices.
-  const int64_t unit = zero::kAlignment * (job.stage == 0 ? 1 : job.data);
-  const auto padded = [&](int64_t elements) { return (elements + unit - 1) / unit * unit; };
-  const int64_t elements = padded(vocabulary * kWidth + 2 * columns * kWidth + columns) + padded(3 * kWidth);
-  const int64_t half = elements * 4 * (job.data - 1) / job.data;  // of an all-reduce
-  // Stage 2 reduces in every backward.
-  bytes.data = half * (job.stage == 2 ? kBatchesOfAStep + 1 : 2);
+  bytes.data = expected_data_bytes(job, rank);
   return bytes;
 }
 
-void expect_bytes(const SplitJob& job, bool in_pieces) {
+// `expected`: of a rank in a step.
+void expect_bytes(const SplitJob& job, const std::function<AxisBytes(int rank)>& expected) {
   test::run_ranks(job.world(), [&](comm::Communicator& world) {
     torch::set_num_threads(1);
     const auto sent = std::make_shared<SentBytes>();
@@ -131,21 +160,22 @@ void expect_bytes(const SplitJob& job, bool in_pieces) {
       engine->train_batch([&] { return text_of(next++, engine->communicator().rank()); });
       engine->synchronize_parameters();
     };
-    step();  // agrees on shapes
+    step();  // agrees on shapes, and on the order in which stage 3 uses buckets
     sent->take();
     step();
-    EXPECT_EQ(by_axis(job, sent->take()), expected_bytes(job, world.rank(), in_pieces)) << "rank " << world.rank();
+    EXPECT_EQ(by_axis(job, sent->take()), expected(world.rank())) << "rank " << world.rank();
   });
 }
 
 TEST(PipelineTensorBytes, AreThoseOfTheFormulaOnEachAxis) {
-  for (const int stage : {0, 1, 2}) {
+  for (const int stage : {0, 1, 2, 3}) {
     SCOPED_TRACE(cat("stage ", stage));
     SplitJob job{.data = 2, .stage = stage, .depth = 2};
     job.more["pipeline"] = {{"pipe_partitioned", true}, {"grad_partitioned", true}};
-    expect_bytes(job, /*in_pieces=*/true);
+    expect_bytes(job, [&](int rank) { return expected_bytes(job, rank, /*in_pieces=*/true); });
   }
-  expect_bytes({.depth = 2}, /*in_pieces=*/false);
+  const SplitJob alone{.depth = 2};
+  expect_bytes(alone, [&](int rank) { return expected_bytes(alone, rank, /*in_pieces=*/false); });
 }
 
 struct FilledLinearImpl : torch::nn::LinearImpl {
