@@ -184,7 +184,10 @@ struct SecondHalf : torch::nn::Module {
 
 at::Tensor loss_of(const at::Tensor& out, const at::Tensor& x) { return (out - x.sin()).pow(2).mean(); }
 
-std::vector<double> plain_stages() {
+constexpr int kBatchesOfAStep = 2;
+
+// One process with a stream of random numbers for each stage, which draws for one micro-batch after another.
+Curve plain_stages() {
   FirstHalf first;
   SecondHalf second;
   std::vector<at::Tensor> parameters = first.parameters();
@@ -202,46 +205,64 @@ std::vector<double> plain_stages() {
     streams[stage] = generator.get_state();
     return result;
   };
-  std::vector<double> losses;
+  Curve curve;
   for (int64_t step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
-    const at::Tensor x = batch(step, 0);
-    const at::Tensor inner = drawing(0, [&] { return first.forward(x); });
-    const at::Tensor loss = loss_of(drawing(1, [&] { return second.forward(inner); }), x);
-    loss.backward();
-    losses.push_back(loss.item<double>());
-    torch::nn::utils::clip_grad_norm_(parameters, 0.5);
+    double sum = 0;
+    for (int64_t micro = step * kBatchesOfAStep; micro < (step + 1) * kBatchesOfAStep; ++micro) {
+      const at::Tensor x = batch(micro, 0);
+      const at::Tensor inner = drawing(0, [&] { return first.forward(x); });
+      const at::Tensor loss = loss_of(drawing(1, [&] { return second.forward(inner); }), x) / kBatchesOfAStep;
+      loss.backward();
+      sum += loss.item<double>();
+    }
+    curve.losses.push_back(sum);
+    curve.norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, 0.5));
     optimizer.step();
   }
-  return losses;
+  return curve;
 }
 
-// Between the stages the activation is split over the axis.
+// Between the stages the activation is split over the axis. What is computed again in backward, when the stage has
+// drawn for other micro-batches, has the masks of its forward.
 DS_PROCESS_TEST(TensorParallelDropout, InStagesOfAPipeline, 4) {
   at::set_num_threads(1);
   test::set_launcher_environment(ranks.meet());
-  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 4},
-                                 {"gradient_clipping", 0.5},
-                                 {"seed", kSeed},
-                                 {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
-                                 {"tensor_parallel", {{"autotp_size", 2}}},
-                                 {"pipeline", {{"stages", 2}, {"partition", "uniform"}}},
-                                 {"log_level", "warning"}};
-  const auto model = std::make_shared<pipeline::PipelineModule>(
-      std::vector<pipeline::LayerSpec>{pipeline::LayerSpec::of<FirstHalf>().named("a"),
-                                       pipeline::LayerSpec::of<SecondHalf>().named("b")},
-      pipeline::PipelineOptions{.loss = loss_of});
-  using enum parallel::Style;
-  const auto engine =
-      initialize({.model = model, .config = config, .split = {{"a\\.first", kColumn}, {"b\\.second", kRow}}}).engine;
-  const std::vector<double> expected = plain_stages();
-  torch::manual_seed(static_cast<uint64_t>(kSeed + ranks.rank() / 2));  // the reference has drawn on this rank, too
-  for (int64_t step = 0; step < kSteps; ++step) {
-    const at::Tensor x = batch(step, 0);
-    const at::Tensor loss = engine->train_batch([&] { return pipeline::MicroBatch{.inputs = {x}, .labels = {x}}; });
-    EXPECT_NEAR(loss.item<double>(), expected[static_cast<size_t>(step)], 5e-6) << "step " << step;
+  const Distributed job = init_distributed();
+  const Curve expected = plain_stages();
+  for (const int interval : {0, 1}) {
+    SCOPED_TRACE(::testing::Message() << "activation_checkpoint_interval " << interval);
+    const nlohmann::json config = {
+        {"train_micro_batch_size_per_gpu", 4},
+        {"gradient_accumulation_steps", kBatchesOfAStep},
+        {"gradient_clipping", 0.5},
+        {"seed", kSeed},
+        {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+        {"tensor_parallel", {{"autotp_size", 2}}},
+        {"pipeline", {{"stages", 2}, {"partition", "uniform"}, {"activation_checkpoint_interval", interval}}},
+        {"log_level", "warning"}};
+    const auto model = std::make_shared<pipeline::PipelineModule>(
+        std::vector<pipeline::LayerSpec>{pipeline::LayerSpec::of<FirstHalf>().named("a"),
+                                         pipeline::LayerSpec::of<SecondHalf>().named("b")},
+        pipeline::PipelineOptions{.loss = loss_of});
+    using enum parallel::Style;
+    const auto engine = initialize({.model = model,
+                                    .config = config,
+                                    .split = {{"a\\.first", kColumn}, {"b\\.second", kRow}},
+                                    .distributed = job})
+                            .engine;
+    int64_t next = 0;
+    const auto source = [&] {
+      const at::Tensor x = batch(next++, 0);
+      return pipeline::MicroBatch{.inputs = {x}, .labels = {x}};
+    };
+    for (size_t step = 0; step < kSteps; ++step) {
+      EXPECT_NEAR(engine->train_batch(source).item<double>(), expected.losses[step], 5e-6) << "step " << step;
+      EXPECT_NEAR(*engine->get_global_grad_norm(), expected.norms[step], 2e-5 * expected.norms[step])
+          << "step " << step;
+    }
+    engine->world().barrier();
   }
-  engine->world().barrier();
 }
 
 }  // namespace
