@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -192,6 +193,25 @@ class Values {
   StartFiles& files_;
 };
 
+// Warns of the layers of a pipeline's rank of which nothing is split: the ranks of its axis do the same work. What they
+// cut of a sequence they share in any case. Rules that layers declare are known to their own stage alone, so that its
+// first rank tells.
+void warn_of_whole_layers(const Ranks& ranks, const config::DsConfig& config, const parallel::SplitPlan& own) {
+  const int pipe = ranks.mesh->size(comm::MeshAxis::kPipe);
+  if (pipe == 1 || config.tensor_parallel.sequence_parallel) return;
+  if (ranks.part->rank() > 0 || ranks.tensor->rank() > 0) return;
+  if (std::any_of(own.begin(), own.end(), [](const ParameterSplit& one) { return one.is_split(); })) return;
+  const auto matrix = std::find_if(own.begin(), own.end(), [](const auto& one) { return one.sizes.size() > 1; });
+  if (matrix == own.end()) return;
+  int64_t elements = 0;
+  for (const ParameterSplit& one : own) elements += c10::multiply_integers(one.sizes);
+  log::warning("tensor_parallel: of the layers of pipeline rank ", ranks.mesh->group(comm::MeshAxis::kPipe)->rank(),
+               " of ", pipe, " nothing is split: ", own.size(), " parameters, ", elements, " elements, as ",
+               matrix->name, " (", matrix->reason, "). Each of the ", ranks.tensor->size(), " ranks of its axis ",
+               "computes and keeps all of them; name its layers in .split or tensor_parallel.partition_config, or ",
+               "give it others by pipeline.partition");
+}
+
 // The plans for the layers of this rank, and for those that other stages have.
 struct PlannedSplits {
   parallel::SplitPlan own, elsewhere;
@@ -234,6 +254,7 @@ PlannedSplits plan_splits_of(const Ranks& ranks, const InitializeOptions& option
   }
   const auto others = plan.begin() + static_cast<std::ptrdiff_t>(module.named_parameters().size());
   PlannedSplits planned{.own = {plan.begin(), others}, .elsewhere = {others, plan.end()}};
+  warn_of_whole_layers(ranks, config, planned.own);
   return planned;
 }
 
