@@ -178,6 +178,32 @@ TEST(PipelineTensorBytes, AreThoseOfTheFormulaOnEachAxis) {
   expect_bytes(alone, [&](int rank) { return expected_bytes(alone, rank, /*in_pieces=*/false); });
 }
 
+// Where a bucket stays only if no other one is used before it, each layer's bucket is gathered for its forward and for
+// its backward in every micro-batch. In gpipe all forwards come before all backwards. The backward of a table that is
+// looked up reads nothing.
+TEST(PipelineTensorBytes, AtStageThreeEachUseOfABucketIsAGather) {
+  SplitJob job{.data = 2, .stage = 3, .schedule = "gpipe", .depth = 2};
+  job.more["zero_optimization"] = {{"stage3_max_reuse_distance", 0}, {"reduce_bucket_size", 300}};
+  expect_bytes(job, [&](int rank) {
+    const auto [table, column, row, bias, whole] = elements_of_stage(job, rank);
+    // The first stage: table, column, row in each forward, row, column in each backward, where what is used next stays.
+    // The last one: column, row, head, and back.
+    constexpr int64_t kBatches = kBatchesOfAStep;
+    const bool last = is_last_stage(job, rank);
+    const int64_t of_table = last ? 2 * kBatches - 1 : kBatches;
+    const int64_t of_column = last ? 2 * kBatches : kBatches;
+    const int64_t of_row = last ? 2 * kBatches - 1 : kBatches;
+    const int64_t persistent = in_slices(job, bias) + in_slices(job, whole);
+    const int64_t of_weights =
+        of_table * in_slices(job, table) + of_column * in_slices(job, column) + of_row * in_slices(job, row);
+    const int64_t reduced =
+        kBatches * (in_slices(job, table) + in_slices(job, column) + in_slices(job, row) + persistent);
+    AxisBytes bytes = expected_bytes(job, rank, /*in_pieces=*/false);
+    bytes.data = sent_of(job, of_weights + persistent + reduced);
+    return bytes;
+  });
+}
+
 struct FilledLinearImpl : torch::nn::LinearImpl {
   FilledLinearImpl(int64_t inputs, int64_t outputs, const std::string& name) : LinearImpl(inputs, outputs) {
     fill_by_name(*this, name);
