@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/classic_scope.h"
+#include "core/json/parse_json.h"
 
 namespace ds::exported {
 namespace {
@@ -109,9 +109,8 @@ class Builder final : public nlohmann::json_sax<json> {
 }  // namespace
 
 json parse_program(const std::string& text) {
-  const ClassicScope scope;
   Builder builder;
-  json::sax_parse(text, &builder);
+  sax_parse_json(text, builder);
   return builder.take();
 }
 

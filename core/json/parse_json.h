@@ -24,6 +24,13 @@ Json parse_json(const Text& text, Arguments&&... arguments) {
   return Json::parse(text, std::forward<Arguments>(arguments)...);
 }
 
+// Json::sax_parse(text, handler) of nlohmann::json. Returns whether the handler has heard the whole text.
+template <class Text, class Handler>
+bool sax_parse_json(const Text& text, Handler& handler) {
+  const ClassicScope scope;
+  return nlohmann::json::sax_parse(text, &handler);
+}
+
 // Hears a text as nlohmann's parser reads it (nlohmann::json_sax), and remembers the first key that its object has
 // already. A value of nlohmann::json keeps the last of two equal keys only. Time n log n in the number of keys.
 class DuplicateKeys {
@@ -64,9 +71,8 @@ class DuplicateKeys {
 
 // Returns the first key of a JSON text that stands twice in one object; of a broken text, the first before the break.
 inline std::optional<std::string> find_duplicate_key(std::string_view text) {
-  const ClassicScope scope;
   DuplicateKeys keys;
-  nlohmann::json::sax_parse(text, &keys);
+  sax_parse_json(text, keys);
   return keys.found();
 }
 

@@ -64,7 +64,9 @@ void StepSettings::visit_groups(Among among, const Use& use) const {
     if (among == Among::kStages) return;
     for (const torch::optim::OptimizerParamGroup& one : optimizer.client->param_groups()) {
       optimizers::visit_options(one.options(), [&](const char* what, double value) { use(what, value, group); });
-      if (optimizer.steps_on_parameters()) {
+      // Where each rank steps on its own shards, it has other states than the next one.
+      const bool alike = among == Among::kDataRanks && !deps_.state.plan.partition_optimizer;
+      if (alike || optimizer.steps_on_parameters()) {
         use("steps of all states", static_cast<double>(optimizers::counted_steps(*optimizer.client, one)), group);
       }
       ++group;
