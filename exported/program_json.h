@@ -7,7 +7,7 @@
 
 namespace ds::exported {
 
-// Of the values of a graph "dtype" and "sizes" are kept, of the metadata of a node "nn_module_stack" and "stack_trace";
+// Keeps "dtype" and "sizes" of the values of a graph, and "nn_module_stack" and "stack_trace" of the metadata of a node;
 // all else is as in the text. Throws nlohmann's exceptions.
 nlohmann::json parse_program(const std::string& text);
 

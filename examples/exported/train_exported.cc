@@ -4,7 +4,8 @@
 //
 // The data: a file of torch.save, or a .safetensors file, with a tensor for each input of the model's forward, one
 // sample for each index of dimension 0. Each rank takes its part of the next ones, in the order of ranks. What forward
-// returns as "loss", or alone, is minimised. MODEL.trained.pt2 is the same program with the trained weights, for Python.
+// returns as "loss", or alone, is minimised. MODEL.trained.pt2 is the same program with the trained weights, for
+// Python.
 #include <dsengine/checkpoint.h>
 #include <dsengine/engine.h>
 #include <dsengine/exported_model.h>
