@@ -232,7 +232,7 @@ class WaitingUpdate final : public Update {
   SliceSteps steps_;
 };
 
-// Lets the program's own optimizer step on whole parameters, whose gradients are views of the buckets'.
+// Lets the program's own optimizer step on whole parameters, whose gradients are in the memory of the buckets'.
 class ClientUpdate final : public Update {
  public:
   explicit ClientUpdate(const UpdateDeps& deps)
@@ -271,8 +271,10 @@ class ClientUpdate final : public Update {
       // Parameters that this rank, or its last backward, did not use get one too: all ranks update alike.
       for (const Segment& segment : state_.buckets[b].layout().segments) {
         const at::Tensor& parameter = state_.parameters[static_cast<size_t>(segment.parameter)].tensor;
-        parameter.mutable_grad() =
-            state_.is_held_still(segment.parameter) ? at::Tensor() : zero::view_of(gradient, segment, parameter);
+        // No views for autograd: zero_grad() detaches gradients in place, which views refuse.
+        parameter.mutable_grad() = state_.is_held_still(segment.parameter)
+                                       ? at::Tensor()
+                                       : zero::view_of(gradient, segment, parameter).variable_data();
       }
     }
   }

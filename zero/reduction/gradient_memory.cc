@@ -65,7 +65,7 @@ void GradientBuffer::collect(size_t position, const at::Tensor& gradient) {
   if (options_->plain_gradients()) {
     if (options_->gradients_are_views) parameter.mutable_grad() = plain_view(own);
   } else if (own.scalar_type() == parameter.scalar_type() && !options_->transient()) {
-    parameter.mutable_grad() = plain_view(own);
+    parameter.mutable_grad() = own;
   } else {
     parameter.mutable_grad().reset();
   }
