@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "core/check.h"
+#include "core/split/tensor_part.h"
 
 namespace ds::parallel {
 namespace {
@@ -109,16 +110,19 @@ void add_plain_block(const ScoreBlock& block, std::vector<ScoreBlock>& blocks) {
 
 PositionPieces::PositionPieces(const std::vector<int64_t>& lengths, SequenceOrder order)
     : positions_(std::accumulate(lengths.begin(), lengths.end(), int64_t{0})) {
+  const auto ranks = static_cast<int>(lengths.size());
   int64_t first = 0;
-  const auto ranks = static_cast<int64_t>(lengths.size());
-  for (int64_t rank = 0; rank < ranks; ++rank) {
+  for (int rank = 0; rank < ranks; ++rank) {
     const int64_t length = lengths[static_cast<size_t>(rank)];
-    if (order == SequenceOrder::kContiguous) {
-      ranks_.push_back({{.first = first, .row = 0, .count = length}});
-    } else {
-      const int64_t half = length / 2;
-      ranks_.push_back({{.first = rank * half, .row = 0, .count = half},
-                        {.first = (2 * ranks - 1 - rank) * half, .row = half, .count = half}});
+    std::vector<DimRange> ranges = {{.begin = first, .length = length}};
+    if (order == SequenceOrder::kZigzag) {
+      ranges = ranges_in_block({.blocks = {}, .order = PartOrder::kZigzag}, positions_, rank, ranks);
+    }
+    int64_t row = 0;
+    std::vector<PositionPiece>& own = ranks_.emplace_back();
+    for (const DimRange& range : ranges) {
+      own.push_back({.first = range.begin, .row = row, .count = range.length});
+      row += range.length;
     }
     first += length;
   }

@@ -18,6 +18,7 @@
 
 #include "core/check.h"
 #include "core/split/split_tensor.h"
+#include "core/split/tensor_part.h"
 #include "core/tensor_check.h"
 #include "dsengine/collectives.h"
 #include "parallel/sequence/position_pieces.h"
@@ -123,6 +124,20 @@ Hop begin_hop(const Ring& ring, const at::Tensor& leaving, int hop, const char* 
   return result;
 }
 
+// Sends keys and values around: calls `use` with the number of a hop and the keys and values that are here then, while
+// those of the next hop are on their way.
+template <class Use>
+void for_each_hop(const Ring& ring, const at::Tensor& keys, const at::Tensor& values, const Use& use) {
+  at::Tensor keys_values = at::stack({keys, values});
+  for (int hop = 0; hop < ring.size(); ++hop) {
+    const bool goes_on = hop + 1 < ring.size();
+    Hop next;
+    if (goes_on) next = begin_hop(ring, keys_values, hop, "keys and values of ring_attention");
+    use(hop, keys_values);
+    if (goes_on) keys_values = next.arrived();
+  }
+}
+
 AttentionInputs inputs_of(const Ring& ring, const at::Tensor& q, const at::Tensor& keys_values) {
   return {.query = q, .key = keys_values[0], .value = keys_values[1], .scale = ring.scale};
 }
@@ -131,14 +146,10 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const c10::intrusive_ptr<Ring>& ring) {
     SeenSum sum(q);
-    at::Tensor keys_values = at::stack({k, v});
-    for (int hop = 0; hop < ring->size(); ++hop) {
-      Hop next;
-      if (hop + 1 < ring->size()) next = begin_hop(*ring, keys_values, hop, "keys and values of ring_attention");
+    for_each_hop(*ring, k, v, [&](int hop, const at::Tensor& keys_values) {
       const AttentionInputs inputs = inputs_of(*ring, q, keys_values);
       for (const ScoreBlock& block : ring->blocks(hop)) sum.add(inputs, block);
-      if (hop + 1 < ring->size()) keys_values = next.arrived();
-    }
+    });
     const at::Tensor out = sum.out().to(q.scalar_type());
     context->save_for_backward({q, k, v, out, sum.log_sum()});
     context->saved_data["ring"] = c10::IValue::make_capsule(ring);
@@ -154,12 +165,9 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const AttentionResult result{.out = saved[3], .log_sum = saved[4], .gradient = gradients[0].contiguous()};
     const at::TensorOptions wide = q.options().dtype(sum_type(q));
     const at::Tensor of_query = at::zeros(q.sizes(), wide);
-    at::Tensor keys_values = at::stack({saved[1], saved[2]});
     Hop sums;  // of the gradients of the keys and values that come next
-    for (int hop = 0; hop < ring->size(); ++hop) {
-      Hop next;
-      if (hop + 1 < ring->size()) next = begin_hop(*ring, keys_values, hop, "keys and values of ring_attention");
-      at::Tensor own = at::zeros(keys_values.sizes(), wide);
+    for_each_hop(*ring, saved[1], saved[2], [&](int hop, const at::Tensor& keys_values) {
+      const at::Tensor own = at::zeros(keys_values.sizes(), wide);
       const AttentionInputs inputs = inputs_of(*ring, q, keys_values);
       for (const ScoreBlock& block : ring->blocks(hop)) {
         add_block_gradients(inputs, result, block, {.query = of_query, .key = own[0], .value = own[1]});
@@ -167,8 +175,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (hop > 0) own.add_(sums.arrived());
       sums = ring->size() == 1 ? Hop{.arriving = own, .leaving = {}, .work = {}}
                                : begin_hop(*ring, own, hop, "gradients of keys and values of ring_attention");
-      if (hop + 1 < ring->size()) keys_values = next.arrived();
-    }
+    });
     const at::Tensor of_keys_values = sums.arrived().to(q.scalar_type());
     return {of_query.to(q.scalar_type()), of_keys_values[0], of_keys_values[1], {}};
   }
@@ -183,11 +190,11 @@ struct HeadRange {
 };
 
 HeadRange heads_of(int rank, int ranks, int64_t queries, int64_t keys) {
-  const auto first = [&](int64_t of) { return of * (queries / ranks) + std::min<int64_t>(of, queries % ranks); };
   const int64_t group = queries / keys;
-  const int64_t begin = first(rank);
-  const int64_t end = first(rank + 1);
-  return {.query = begin, .queries = end - begin, .key = begin / group, .keys = (end - 1) / group - begin / group + 1};
+  const DimRange own = chunk_of(queries, /*grain=*/1, rank, ranks);
+  const int64_t first_key = own.begin / group;
+  const int64_t last_key = (own.begin + own.length - 1) / group;
+  return {.query = own.begin, .queries = own.length, .key = first_key, .keys = last_key - first_key + 1};
 }
 
 // From [batch, heads, rows, channels] of some heads to rows of one head, position and batch entry.
