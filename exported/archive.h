@@ -18,11 +18,13 @@
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
 #include "core/files/stored_zip.h"
 #include "core/text.h"
+#include "dsengine/errors.h"
 
 namespace ds::exported {
 
@@ -101,10 +103,22 @@ class Archive {
     if (!condition) fail(cat(parts...));
   }
   [[noreturn]] void fail(const std::string& what) const;
-  // Throws it for the JSON of a program that is not what the schema says.
-  [[noreturn]] void fail_in_program(const std::string& program, const nlohmann::json::exception& error) const;
+  // Returns what `read` makes of the JSON of a program. Where that is not what the schema says, and for each IoError of
+  // `read`, throws an IoError that begins with the path.
+  template <class Read>
+  auto reading(const std::string& program, const Read& read) const {
+    try {
+      return read();
+    } catch (const nlohmann::json::exception& error) {
+      fail_in_program(program, error);
+    } catch (const IoError& error) {
+      if (std::string_view(error.what()).starts_with(path())) throw;
+      fail(error.what());
+    }
+  }
 
  private:
+  [[noreturn]] void fail_in_program(const std::string& program, const nlohmann::json::exception& error) const;
   std::span<const uint8_t> record(const std::string& name) const { return zip_.record(folder_ + name); }
   std::string text(const std::string& name) const;
   using Parser = std::function<nlohmann::json(const std::string& text)>;

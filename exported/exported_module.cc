@@ -71,13 +71,7 @@ class RegisteredTensors {
 
 std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, RegisteredTensors& tensors) {
   const nlohmann::json json = archive.program(options.program);
-  try {
-    tensors.add_modules(json);
-  } catch (const nlohmann::json::exception& error) {
-    archive.fail_in_program(options.program, error);
-  } catch (const IoError& error) {
-    archive.fail(error.what());
-  }
+  archive.reading(options.program, [&] { tensors.add_modules(json); });
   return read_program(archive, json, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
                         return tensors.add(kind, name, stored);

@@ -42,7 +42,7 @@ class GraphReader {
 
  private:
   class Slots;
-  // What an argument of an operator says of the mode of the model.
+  // The ways in which an argument of an operator shows whether the model was in train() or in eval().
   enum class Mode : uint8_t { kNone, kFlag, kAttentionDropout };
   // An operator of the file, looked up once for all nodes that call it.
   struct KnownOperator {

@@ -267,14 +267,7 @@ class ProgramReader {
 
 std::unique_ptr<Program> read_program(const Archive& archive, const json& json, const ExportedOptions& options,
                                       const TensorOfName& tensor) {
-  try {
-    return ProgramReader(archive, json, options, tensor).read();
-  } catch (const nlohmann::json::exception& error) {
-    archive.fail_in_program(options.program, error);
-  } catch (const IoError& error) {
-    if (std::string(error.what()).starts_with(archive.path())) throw;
-    archive.fail(error.what());
-  }
+  return archive.reading(options.program, [&] { return ProgramReader(archive, json, options, tensor).read(); });
 }
 
 }  // namespace ds::exported

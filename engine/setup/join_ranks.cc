@@ -22,8 +22,8 @@
 namespace ds::engine {
 namespace {
 
-// What the program's PipelineModule says that replaces keys of the config. `one_stage`: nothing of how layers lie on
-// ranks. Without a PipelineModule all is empty.
+// Returns the options of the program's PipelineModule, which replace keys of the config; empty ones without such a
+// module. With `one_stage` those are left out that say how layers lie on ranks.
 pipeline::PipelineOptions given_pipeline(const InitializeOptions& options, bool one_stage) {
   const auto module = pipeline_of(options);
   if (!module) return {};

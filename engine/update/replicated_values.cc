@@ -1,17 +1,17 @@
 #include "engine/update/replicated_values.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
 
 #include "core/device/readback.h"
+#include "core/random_streams.h"
 #include "core/text.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "model/state/shared_buffers.h"
@@ -279,12 +279,7 @@ at::Tensor differs_from_master(const at::Tensor& own, const at::Tensor& master) 
   return zero::checksum_in_rows(codes_of(own)).ne(sent_to(own.device(), zero::checksum_in_rows(rounded))).to(at::kLong);
 }
 
-at::Tensor drawn_state_of(at::Generator generator) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-// What the generator was when it was seeded last.
+// Returns the state that the generator had when it was seeded last.
 at::Tensor seeded_state(at::Generator generator) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
   at::Generator copy = generator.clone();
@@ -295,18 +290,14 @@ at::Tensor seeded_state(at::Generator generator) {
 }  // namespace
 
 std::vector<ReplicatedValue> WatchedGenerators::look(c10::Device device) {
-  std::vector<std::pair<const char*, at::Generator>> generators = {
-      {"the default generator of the CPU", at::detail::getDefaultCPUGenerator()}};
-  if (!device.is_cpu()) {
-    generators.emplace_back("the default generator of the device", at::globalContext().defaultGenerator(device));
-  }
+  constexpr std::array kNames = {"the default generator of the CPU", "the default generator of the device"};
+  const std::vector<at::Generator> generators = default_generators(device);
   std::vector<ReplicatedValue> result;
   std::vector<at::Tensor> states;
   for (size_t i = 0; i < generators.size(); ++i) {
-    const auto& [name, generator] = generators[i];
-    states.push_back(drawn_state_of(generator));
-    const bool drawn = begun() && !states[i].equal(last_[i]) && !states[i].equal(seeded_state(generator));
-    result.push_back({.name = name, .values = states[i], .counts = drawn, .advice = kDrawsDiffer});
+    states.push_back(generator_state(generators[i]));
+    const bool drawn = begun() && !states[i].equal(last_[i]) && !states[i].equal(seeded_state(generators[i]));
+    result.push_back({.name = kNames.at(i), .values = states[i], .counts = drawn, .advice = kDrawsDiffer});
   }
   last_ = std::move(states);
   return result;

@@ -18,11 +18,10 @@ namespace {
 constexpr const char* kUsage =
     "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] [--replay] [--one_order] "
     "CONFIG -- PROGRAM ARGS";
-// As those of diff and cmp.
+// The exit codes have the meaning that diff and cmp give to them.
 constexpr const char* kExitCodes =
     "Exit codes: 0 both train the same; 1 they do not; 2 nothing is compared, because a run has failed (the message "
-    "has "
-    "its exit code), the command line is wrong, or a record is missing or damaged.";
+    "has its exit code), the command line is wrong, or a record is missing or damaged.";
 
 struct ParityOptions {
   std::string config;

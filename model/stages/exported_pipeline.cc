@@ -190,13 +190,7 @@ struct ExportedPipeline::Source {
   Source(const std::string& path, const ExportedPipelineOptions& options)
       : archive(path), weights(archive.weights(options.file.program)) {
     const nlohmann::json json = archive.program(options.file.program);
-    try {
-      modules.add_modules(json);
-    } catch (const nlohmann::json::exception& error) {
-      archive.fail_in_program(options.file.program, error);
-    } catch (const IoError& error) {
-      archive.fail(error.what());
-    }
+    archive.reading(options.file.program, [&] { modules.add_modules(json); });
     // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
     train = cut_file(
         *exported::read_program(archive, json, options.file,

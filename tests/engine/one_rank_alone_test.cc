@@ -1,5 +1,5 @@
-// What one rank alone calls or sets: errors name the calls of both sides, or the setting with both values. Mistakes
-// that programs make at every stage are in tests/porting/parted_ranks_test.cc.
+// One rank alone makes a call or changes a setting: errors name the calls of both sides, or the setting with both
+// values. Mistakes that programs make at every stage are in tests/porting/parted_ranks_test.cc.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>

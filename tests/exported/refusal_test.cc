@@ -104,7 +104,7 @@ class EditedFile {
     const std::string path = write(folder);
     return behind(path, test::thrown_by<IoError>([&] { load_exported(path, options); }));
   }
-  // What load_exported_pipeline() says.
+  // Returns the message of the error that load_exported_pipeline() throws for this file.
   std::string said_by_pipeline(const ExportedOptions& options = {}) const {
     const test::ScratchFolder folder;
     const std::string path = write(folder);

@@ -120,7 +120,7 @@ int64_t in_slices(const SplitJob& job, int64_t elements) {
   return (elements + unit - 1) / unit * unit;
 }
 
-// What a rank sends of a bucket that all data-parallel ranks gather, or reduce to slices.
+// Returns the bytes that a rank sends of a bucket that all data-parallel ranks gather, or reduce to slices.
 int64_t sent_of(const SplitJob& job, int64_t elements) { return elements * 4 * (job.data - 1) / job.data; }
 
 int64_t expected_data_bytes(const SplitJob& job, int rank) {

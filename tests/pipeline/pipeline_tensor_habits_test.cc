@@ -22,7 +22,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
 
-// What a program hands over beside what a SplitJob says.
+// Returns the options that a program passes to initialize() for a job.
 engine::InitializeOptions options_of(const SplitJob& job, const std::vector<LayerSpec>& layers,
                                      comm::Communicator& world) {
   const auto loss = [](const at::Tensor& output, const at::Tensor& label) { return (output - label).square().mean(); };

@@ -81,11 +81,7 @@ ordered_json program_report(const exported::Archive& archive, const std::string&
   const nlohmann::json program = archive.program(name);
   const StoredTensors tensors = archive.weights(name);
   std::map<std::string, int64_t> counts;
-  try {
-    count_operators(program.at("graph_module").at("graph"), counts);
-  } catch (const nlohmann::json::exception& error) {
-    archive.fail_in_program(name, error);
-  }
+  archive.reading(name, [&] { count_operators(program.at("graph_module").at("graph"), counts); });
   ordered_json report = {{"program", name},
                          {"torch", program.value("torch_version", std::string())},
                          {"schema", cat(program.at("schema_version").at("major").get<int64_t>(), ".",

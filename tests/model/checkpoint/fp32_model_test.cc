@@ -144,7 +144,7 @@ TEST(Fp32Model, Float64IsKept) {
   expect_bit_equal(loaded_by_torch(folder / "double.pt", torch::kDouble), expected, "float64");
 }
 
-// What torch::save writes of a model in 16 bits, and the two ways of reading it that docs/from_libtorch.md names.
+// A file that torch::save has written of a model in 16 bits is read in the two ways that docs/from_libtorch.md names.
 TEST(HalfModel, OfTorchSaveIsReadInItsDtypeOrConverted) {
   const test::ScratchFolder folder;
   for (const auto& [precision, dtype] : {std::pair("bf16", torch::kBFloat16), {"fp16", torch::kHalf}}) {
