@@ -7,8 +7,8 @@
 
 namespace ds::exported {
 
-// Keeps "dtype" and "sizes" of the values of a graph, and "nn_module_stack" and "stack_trace" of the metadata of a node;
-// all else is as in the text. Throws nlohmann's exceptions.
+// Keeps "dtype" and "sizes" of the values of a graph, and "nn_module_stack" and "stack_trace" of the metadata of a
+// node; all else is as in the text. Throws nlohmann's exceptions.
 nlohmann::json parse_program(const std::string& text);
 
 }  // namespace ds::exported

@@ -140,9 +140,7 @@ void JoinedLayout::join_stage(const std::vector<const SavedLayout*>& ranks, cons
   for (const auto& [path, first] : ranks[0]->tensors.tensors()) {
     const std::string shown_path = folder_of(path) + without_tie(name_of(path));
     std::vector<std::vector<int64_t>> sizes;
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      sizes.push_back(ranks[i]->tensors.tensors().at(path).sizes);
-    }
+    for (const auto* rank : ranks) sizes.push_back(rank->tensors.tensors().at(path).sizes);
     TensorInfo info = first;
     Place place{.path = path, .ranks = {ranks[0]}, .parts = {}};
     const RankParts parts = ranks.size() == 1 ? RankParts() : parts_of(path, ranks, file_of);

@@ -10,7 +10,7 @@
 namespace ds::fp8 {
 
 at::Tensor chosen_scale(const ScaleChoice& choice, const at::Tensor& amax, at::ScalarType format) {
-  const at::Tensor own = scale_for(amax, format, choice.margin);
+  at::Tensor own = scale_for(amax, format, choice.margin);
   if (!choice.stored.defined()) return own;
   const at::Tensor& stored = choice.stored;
   at::Tensor usable = stored.gt(0);
