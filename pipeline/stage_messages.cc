@@ -224,7 +224,7 @@ int64_t ReceiveBuffers::bytes() const {
   return bytes;
 }
 
-StageMessages::StageMessages(comm::Communicator& ranks, MessageOptions options)
+StageMessages::StageMessages(comm::Communicator& ranks, const MessageOptions& options)
     : ranks_(ranks),
       options_(options),
       between_stages_(for_messages(ranks)),

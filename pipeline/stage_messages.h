@@ -97,7 +97,7 @@ struct Activation {
 class StageMessages {
  public:
   // Makes the communicator that carries the messages. Collective over `ranks`, the ranks of the pipeline.
-  StageMessages(comm::Communicator& ranks, MessageOptions options);
+  StageMessages(comm::Communicator& ranks, const MessageOptions& options);
   // The destructor does not wait: an exception may be on its way.
   ~StageMessages() = default;
 

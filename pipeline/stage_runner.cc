@@ -73,7 +73,7 @@ struct StageRunner::Run {
   Result result;
 };
 
-StageRunner::StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options)
+StageRunner::StageRunner(const PipelineModule& module, comm::Communicator& ranks, const MessageOptions& options)
     : module_(module), ranks_(ranks), device_(options.device), axis_(options.axis), messages_(ranks, options) {
   if (!device_.is_cpu()) messages_.open(module.placement());
 }

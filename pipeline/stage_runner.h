@@ -59,7 +59,7 @@ struct TracedAction {
 class StageRunner {
  public:
   // `module`, which is built, and `ranks` outlive the runner. Collective over `ranks`.
-  StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
+  StageRunner(const PipelineModule& module, comm::Communicator& ranks, const MessageOptions& options);
 
   // The results of the last stage for a batch.
   struct Result {

@@ -19,7 +19,7 @@ constexpr int64_t kRefused = -1;
 
 }  // namespace
 
-void RowExchange::start(comm::Communicator& ranks, at::Tensor rows, int64_t per_rank, std::string label) {
+void RowExchange::start(comm::Communicator& ranks, const at::Tensor& rows, int64_t per_rank, std::string label) {
   ranks_ = &ranks;
   rows_ = rows.contiguous();
   per_rank_ = per_rank;

@@ -19,7 +19,7 @@ class RowExchange {
   RowExchange() = default;
   // Tells each owner how many rows it is named. `rows`: [k] int64, ascending, each once. `ranks` outlives the exchange.
   // `label`: what the exchange is called.
-  void start(comm::Communicator& ranks, at::Tensor rows, int64_t per_rank, std::string label);
+  void start(comm::Communicator& ranks, const at::Tensor& rows, int64_t per_rank, std::string label);
   // Takes the place of start() and finish() on a rank that has no rows that could be named, and is about to say so:
   // finish() throws a UsageError on the other ranks. `options`: those of `rows`.
   static void refuse(comm::Communicator& ranks, const at::TensorOptions& options, const std::string& label);

@@ -68,7 +68,7 @@ std::optional<ScoreBlock> masked_block(const PositionPiece& query, const Positio
   const at::Tensor mask = mask_of(query, key, seen);
   const at::Tensor columns = mask.flatten(0, 2).any(0).nonzero();
   if (columns.size(0) == 0) return std::nullopt;
-  const int64_t first = columns[0].item<int64_t>();
+  const auto first = columns[0].item<int64_t>();
   const int64_t count = columns[-1].item<int64_t>() - first + 1;
   const at::Tensor kept = mask.narrow(3, first, count);
   ScoreBlock block{.query_row = query.row, .query_rows = query.count, .key_row = key.row + first, .key_rows = count};

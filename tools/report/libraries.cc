@@ -26,7 +26,7 @@ ordered_json ask(const std::vector<std::string>& words, const std::string& name)
     const std::string why = last_line(asked.err);
     return {{"error", cat(name, ": ", asked.ending, why.empty() ? "" : cat(": ", why))}};
   }
-  ordered_json answer = parse_json<ordered_json>(asked.out, nullptr, false);
+  auto answer = parse_json<ordered_json>(asked.out, nullptr, false);
   if (!answer.is_object()) return {{"error", cat(name, ": expected JSON, it printed ", asked.out.substr(0, 80))}};
   return answer;
 }
