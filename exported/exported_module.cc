@@ -70,9 +70,9 @@ class RegisteredTensors {
 };
 
 std::unique_ptr<Program> read_main(const Archive& archive, const ExportedOptions& options, RegisteredTensors& tensors) {
-  const nlohmann::json json = archive.program(options.program);
-  archive.reading(options.program, [&] { tensors.add_modules(json); });
-  return read_program(archive, json, options,
+  const nlohmann::json document = archive.program(options.program);
+  archive.reading(options.program, [&] { tensors.add_modules(document); });
+  return read_program(archive, document, options,
                       [&](LiftedTensor::Kind kind, const std::string& name, const StoredTensor& stored) {
                         return tensors.add(kind, name, stored);
                       });

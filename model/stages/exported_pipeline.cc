@@ -189,11 +189,11 @@ struct ExportedPipeline::Source {
 
   Source(const std::string& path, const ExportedPipelineOptions& options)
       : archive(path), weights(archive.weights(options.file.program)) {
-    const nlohmann::json json = archive.program(options.file.program);
-    archive.reading(options.file.program, [&] { modules.add_modules(json); });
+    const nlohmann::json document = archive.program(options.file.program);
+    archive.reading(options.file.program, [&] { modules.add_modules(document); });
     // Tensors of a module have no values before it is built; constants and non-persistent buffers are read at once.
     train = cut_file(
-        *exported::read_program(archive, json, options.file,
+        *exported::read_program(archive, document, options.file,
                                 [&](LiftedTensor::Kind kind, const std::string& /*name*/, const StoredTensor& stored) {
                                   return is_registered(kind) ? at::Tensor() : archive.make(stored, false);
                                 }),
