@@ -324,7 +324,7 @@ StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_siz
 }
 
 std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int world_size) {
-  // First what costs little: where a rank runs, or all wait in one operation, there is no circle.
+  // First what costs little: where a rank runs, or all wait in one collective, there is no circle.
   const FlightLog* first = nullptr;
   bool apart = false;
   for (const FlightLog& log : logs) {
@@ -333,7 +333,7 @@ std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int wo
     if (entry == nullptr || log.header.now_ns - entry->waited_ns < kShortestCircleNs) return {};
     if (first == nullptr) first = &log;
     const FlightEntry& of_first = *first->waiting();
-    apart = apart || entry->position != of_first.position ||
+    apart = apart || entry->message || entry->position != of_first.position ||
             &group_of(log, *entry) != same_group(log, group_of(*first, of_first));
   }
   if (!apart) return {};
@@ -343,7 +343,7 @@ std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int wo
   for (const int rank : graph.circle()) {
     const FlightLog& log = *graph.log_of(rank);
     const FlightEntry& entry = *log.waiting();
-    if (entry.message || entry.thread == 0 || log.header.threads != 1) return {};
+    if (entry.thread == 0 || log.header.threads != 1) return {};
     found.push_back({.rank = rank, .operation = entry.sequence, .board_ns = log.header.now_ns});
   }
   return found;
