@@ -204,9 +204,24 @@ TEST(FindCircle, IsNoneWhereTheMessageWasSent) {
   for (int i = 0; i < 3; ++i) ranks[1]->issue(message_of(CollectiveKind::kSend, 1));
   ranks[1]->wait_in(all_reduce_of(4, "loss"));
   EXPECT_TRUE(find_circle(boards_of(ranks), 2).empty());
-  ranks[0]->issue(message_of(CollectiveKind::kRecv, 1));
-  ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
-  EXPECT_EQ(find_circle(boards_of(ranks), 2).size(), 2U) << "one message was sent, and rank 0 waits for a third";
+
+  auto later = logged_ranks(2);
+  later[1]->issue(message_of(CollectiveKind::kSend, 0));
+  later[0]->issue(message_of(CollectiveKind::kRecv, 1));
+  later[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  later[1]->wait_in(all_reduce_of(4, "loss"));
+  EXPECT_EQ(find_circle(boards_of(later), 2).size(), 2U) << "one message was sent, and rank 0 waits for another";
+}
+
+// A receiver puts aside what comes with another tag, so that a large message moves on while both wait.
+TEST(FindCircle, IsNoneWhereAMessageIsPutAside) {
+  auto ranks = logged_ranks(3);
+  ranks[0]->wait_in(message_of(CollectiveKind::kSend, 1));
+  Collective later = message_of(CollectiveKind::kRecv, 0);
+  later.tag = 2;
+  ranks[1]->wait_in(later);
+  ranks[2]->wait_in(all_reduce_of(4, "loss"));
+  EXPECT_TRUE(find_circle(boards_of(ranks), 3).empty());
 }
 
 TEST(StallExplanation, AMessageThatWasSentIsNoFaultOfTheSender) {
