@@ -17,6 +17,7 @@
 #include <random>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "checkpoint/index.h"
 #include "checkpoint/stored_file.h"

@@ -25,7 +25,7 @@ nn::Sequential encoder() {
 // The rows of all ranks, in their order.
 at::Tensor rows_of_ranks(const Trainer& trainer, const at::Tensor& rows) {
   if (trainer.ranks() == nullptr) return rows;
-  at::Tensor all = torch::empty({rows.size(0) * trainer.world(), rows.size(1)}, rows.options());
+  const at::Tensor all = torch::empty({rows.size(0) * trainer.world(), rows.size(1)}, rows.options());
   trainer.ranks()->all_gather(all, rows.contiguous(), "keys of the bank").wait();
   return all;
 }

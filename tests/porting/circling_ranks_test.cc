@@ -43,7 +43,7 @@ struct CirclingMistake {
   int stage = 3;
 };
 
-// A moment in the life of the watch's limit, 60 s, and of every other limit that could end the ranks.
+// Far below 60 s, after which a stall is told by default. The watch needs about one second.
 constexpr std::chrono::seconds kSoon(20);
 
 void receive_alone(CirclingRank& rank) { rank.engine.world().recv(torch::ones({1}), /*source=*/0); }
