@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <random>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "checkpoint/index.h"
 #include "checkpoint/stored_file.h"
@@ -24,6 +26,7 @@
 #include "core/files/dangling_link.h"
 #include "core/log.h"
 #include "core/system_call.h"
+#include "core/unique_fd.h"
 #include "core/utf8.h"
 
 namespace ds::checkpoint {
@@ -108,6 +111,50 @@ bool is_claimed(const std::string& save_dir, const std::string& tag) {
   const std::lock_guard lock(claims.mutex);
   const auto found = claims.owners.find(Claims::key_of(save_dir, tag));
   return found != claims.owners.end() && !found->second.expired();
+}
+
+// Note [Saves of other processes]
+// A process that begins a save holds a lock (flock) on its folder until it is published or abandoned. So other
+// processes tell what is being written from what a dead job left: the latter is removed, the former never, and a second
+// save of the same tag is refused. Among the saves of one process TagOwner decides. Where the file system has no locks
+// for folders (NFS), nobody is checked.
+
+// The folders that this process has locked, by path. Never destroyed, as Claims.
+struct LockedFolders {
+  std::mutex mutex;
+  std::map<std::string, UniqueFd> descriptors;
+
+  static LockedFolders& of_process() {
+    static auto& folders = *new LockedFolders;
+    return folders;
+  }
+};
+
+// Locks the folder; the descriptor holds the lock. False: another process has it.
+bool lock_folder(const std::string& path, UniqueFd& descriptor) {
+  descriptor = UniqueFd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return !descriptor.valid() || flock(descriptor.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+}
+
+void keep_locked(const std::string& path) {
+  UniqueFd descriptor;
+  if (!lock_folder(path, descriptor) || !descriptor.valid()) return;
+  LockedFolders& locked = LockedFolders::of_process();
+  const std::lock_guard lock(locked.mutex);
+  locked.descriptors[path] = std::move(descriptor);
+}
+
+void unlock(const std::string& path) {
+  LockedFolders& locked = LockedFolders::of_process();
+  const std::lock_guard lock(locked.mutex);
+  locked.descriptors.erase(path);
+}
+
+bool is_written_by_another_process(const std::string& path) {
+  LockedFolders& locked = LockedFolders::of_process();
+  const std::lock_guard lock(locked.mutex);
+  UniqueFd descriptor;
+  return !locked.descriptors.contains(path) && !lock_folder(path, descriptor);
 }
 
 // If it is there.
@@ -213,12 +260,18 @@ void begin_tag(const TagSave& save) {
       !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.native(),
       ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
   for (const std::string& left : incomplete_paths(save_dir, tag)) {
+    require(!is_written_by_another_process(left), "checkpoint \"", tag, "\" in ", save_dir, ": expected a tag that ",
+            "nobody else is saving, found that another process writes it at the moment, to ", left,
+            ". Give each process a save_dir or tags of its own; processes that train one model together are ranks of ",
+            "one job");
+    unlock(left);
     fs::remove_all(left, error);
     require<IoError>(!error, left, ": cannot remove what an earlier save left: ", SystemReason(error));
   }
   fs::create_directory(path, error);
   require<IoError>(!error, path, ": cannot make this folder: ", SystemReason(error), "; check that ", save_dir,
                    " may be written and has space");
+  keep_locked(path);
 }
 
 void publish_tag(const TagSave& save, bool durable) {
@@ -242,9 +295,13 @@ void publish_tag(const TagSave& save, bool durable) {
     replace_in_two_steps(from, to, replaced_path(save_dir, tag), make_durable);
   }
   make_durable(save_dir);
+  unlock(from);
 }
 
-void abandon_tag(const TagSave& save) noexcept { remove_folder(save.incomplete); }
+void abandon_tag(const TagSave& save) noexcept {
+  remove_folder(save.incomplete);
+  unlock(save.incomplete);
+}
 
 std::optional<std::string> read_latest(const std::string& save_dir) {
   const std::string path = tag_path(save_dir, kLatest);
@@ -292,7 +349,8 @@ std::vector<std::string> keep_last_tags(const std::string& save_dir, int64_t cou
                                         const std::string& run) {
   for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
     if (is_claimed(save_dir, tag_of_save(name))) continue;  // by an engine that lives, and may write there now
-    remove_folder(hidden_path(save_dir, name, kIncomplete));
+    const std::string path = hidden_path(save_dir, name, kIncomplete);
+    if (!is_written_by_another_process(path)) remove_folder(path);
   }
   const std::vector<TagInfo> tags = whole_tags(save_dir);
   for (const std::string& tag : hidden_names(save_dir, kReplaced)) {

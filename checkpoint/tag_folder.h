@@ -51,7 +51,8 @@ class TagOwner {
 };
 
 // Makes the folder, and removes those that dead jobs left. Throws IoError, also when tag_path() is there and holds
-// something else than a checkpoint of dsengine: that would be lost.
+// something else than a checkpoint of dsengine: that would be lost. Throws UsageError while another process writes the
+// tag.
 void begin_tag(const TagSave& save);
 // Renames the folder to tag_path(), in place of an older one, durably if asked to. Throws IoError; then the older one
 // stays.

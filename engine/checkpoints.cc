@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/block_checksum.h"
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
@@ -15,6 +19,8 @@
 #include "model/checkpoint/load_checkpoint.h"
 #include "model/checkpoint/save_checkpoint.h"
 #include "model/checkpoint/save_model.h"
+#include "model/state/axes.h"
+#include "model/state/tensor_parts.h"
 
 namespace ds::engine {
 namespace {
@@ -46,6 +52,47 @@ void warn_of_own_schedule(const Engine::Impl& engine, const std::vector<double>&
                "ReduceLROnPlateau in place of torch::optim::ReduceLROnPlateauScheduler");
 }
 
+bool same_on(comm::Communicator& ranks, c10::Device device, uint64_t digest) {
+  const std::vector<int64_t> all =
+      comm::numbers_of_ranks(ranks, device, {static_cast<int64_t>(digest)}, "what ranks changed before a save");
+  return std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) == all.end();
+}
+
+// Throws UsageError on all ranks where some have changed or frozen parameters otherwise than others since they were
+// compared last, in a step or a save: each writes a part of the file, which would be of several models. Without an
+// optimizer there are no steps, and check_replicas compares here, too. Collective.
+void require_same_changes(Engine::Impl& engine, const char* call) {
+  const ModelState& state = engine.state;
+  const Ranks& ranks = state.ranks;
+  if (ranks.world->size() == 1) return;
+  const ModelWatch::Digests changes = engine.watch->take_digests();
+  const std::string name = engine.watch->take_name();
+  bool same = ranks.part->size() == 1 || same_on(*ranks.part, ranks.device, changes.all);
+  for (const Axis& axis : state.axes->list) {
+    if (axis.same_data != nullptr) same = same_on(*axis.same_data->ranks, ranks.device, changes.axis) && same;
+  }
+  if (largest_of_ranks(same ? 0 : 1, ranks.device, *ranks.world, "whether ranks changed the same before a save") != 0) {
+    engine.order.consistency.slice_updated();  // what each rank has is no longer one model
+    const std::string own = changes.all == 0 ? "no parameter changed"
+                            : name.empty()
+                                ? "frozen parameters"
+                                : cat("changed ", name, " (values ", checkpoint::to_hex(changes.all).substr(12), ")");
+    std::string list;
+    const std::vector<std::string> texts =
+        comm::texts_of_ranks(own, ranks.device, *ranks.world, "what ranks say of a save");
+    for (size_t rank = 0; rank < texts.size(); ++rank) {
+      list += cat(rank == 0 ? "" : "; ", "rank ", rank, ": ", texts[rank]);
+    }
+    throw UsageError(cat(call, ": the ranks have changed or frozen parameters in different ways, so that their models ",
+                         "are not the same any more, and each of them would write a part. ", list, ". Load the same ",
+                         "values on every rank, or change them in a scope of engine->gathered_parameters(parameters, ",
+                         "/*modifier_rank=*/0); load_checkpoint() makes the ranks one again"));
+  }
+  if (state.plan.trains) return;
+  engine.replicas->step_made(0);
+  engine.replicas->judge();
+}
+
 }  // namespace
 
 void Engine::wait_for_checkpoint() {
@@ -61,6 +108,7 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   const Phases::Scope phase(self.phases, "save_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize_judged();
+  self.named([&] { require_same_changes(self, "save_checkpoint()"); });
   if (!self.order.micro_batches.at_start() && global_rank() == 0 &&
       !std::exchange(self.warned_of_unfinished_save, true)) {
     log::warning(
@@ -90,6 +138,8 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
     self.step->late().forget();
     self.replicas->forget();
     self.settings->forget_values();
+    self.settings->note_states();
+    std::ignore = self.watch->take_digests();  // whatever was changed, all ranks have what was loaded
     warn_of_own_schedule(self, rates);
   }
   self.watch->renew();
@@ -121,6 +171,7 @@ std::string Engine::save_weights(const std::string& path, const SaveWeightsOptio
   if (options.masters) self.order.scopes.require_own_weights("save_weights() with masters");
   const Phases::Scope phase(self.phases, "save_weights");
   self.synchronize_judged();
+  self.named([&] { require_same_changes(self, "save_weights()"); });
   save_chosen(self.state, path, options);
   return path;
 }
@@ -131,6 +182,7 @@ std::string Engine::save_fp32_model(const std::string& folder, const std::string
   self.order.require(Call::kSaveFp32Model);
   const Phases::Scope phase(self.phases, "save_fp32_model");
   self.synchronize_judged();
+  self.named([&] { require_same_changes(self, "save_fp32_model()"); });
   const std::string path = (std::filesystem::path(folder) / filename).string();
   engine::save_fp32_model(self.state, path);
   return path;
@@ -148,6 +200,7 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
   self.synchronize_judged();
+  if (!given) self.named([&] { require_same_changes(self, "save_16bit_model()"); });
   const std::string path = (std::filesystem::path(folder) / filename).string();
   save_model(self.state, path, !exclude_frozen_parameters, given ? std::optional(from.value_or(StateDict())) : from);
   return path;

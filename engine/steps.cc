@@ -219,6 +219,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   if (state.pipeline) replicas->note_backward(/*buffers_shared=*/true);
   if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
+  settings->note_states();
   if (progress.step_applied) {
     ++progress.applied_steps;
     try {

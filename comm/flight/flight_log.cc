@@ -6,6 +6,8 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
 #include <type_traits>
 
 #include "comm/flight/rank_list.h"
@@ -134,6 +136,17 @@ FlightLog unpacked(ByteReader& reader, const std::string& source) {
   return log;
 }
 
+// Adds the newest message of each direction, peer and tag of a group; of very many the newest ones.
+void add_last_messages(const FlightLog& log, std::set<const FlightEntry*>& shown) {
+  constexpr size_t kMostMessages = 32;
+  std::set<std::tuple<uint16_t, std::string, int32_t, int32_t>> seen;
+  for (auto entry = log.entries.rbegin(); entry != log.entries.rend() && seen.size() < kMostMessages; ++entry) {
+    if (!entry->message) continue;
+    const bool is_new = seen.emplace(entry->group, entry->operation.text(), entry->peer, entry->tag).second;
+    if (is_new) shown.insert(&*entry);
+  }
+}
+
 }  // namespace
 
 const char* name_of(FlightState state) {
@@ -156,11 +169,13 @@ size_t flight_bytes(uint32_t entries) {
 std::string to_bytes(const FlightLog& log) { return packed(log, log.entries); }
 
 std::string to_board(const FlightLog& log) {
-  std::vector<FlightEntry> entries;
   const FlightEntry* const waiting = log.waiting();
-  const FlightEntry* const last = log.last();
-  if (waiting != nullptr) entries.push_back(*waiting);
-  if (last != nullptr && last != waiting) entries.push_back(*last);
+  std::set<const FlightEntry*> shown{waiting, log.last()};  // by address, which is the order of issue
+  if (waiting != nullptr) add_last_messages(log, shown);
+  std::vector<FlightEntry> entries;
+  for (const FlightEntry* const entry : shown) {
+    if (entry != nullptr) entries.push_back(*entry);
+  }
   return packed(log, entries);
 }
 

@@ -129,7 +129,8 @@ size_t flight_bytes(uint32_t entries);
 void set_magic(FlightHeader& header);
 
 // Writes a log as bytes: all of it, or a board, which is the header with the groups in use and the entries that
-// waiting() and last() need.
+// waiting() and last() need. The board of a rank that waits also has the last message of each direction, peer and tag:
+// whoever waits for this rank may have been sent what it waits for.
 std::string to_bytes(const FlightLog& log);
 std::string to_board(const FlightLog& log);
 // Reads the result of to_bytes() or to_board(). Throws ConfigError naming `source`.

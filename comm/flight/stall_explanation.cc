@@ -261,6 +261,16 @@ std::string circle_text(const WaitGraph& graph, const std::vector<int>& circle) 
   return text;
 }
 
+// Whether a rank that waits for its message to be taken may go on, because the other side waits for one of this rank:
+// it puts aside what comes with another tag.
+bool is_drained(const FlightLog& log, const FlightLog& other) {
+  const FlightEntry& sent = *log.waiting();
+  const FlightEntry& awaited = *other.waiting();
+  const FlightGroup& group = group_of(log, sent);
+  return sent.message && awaited.message && sent.operation.text() == "send" && awaited.operation.text() == "recv" &&
+         awaited.peer == group.own && &group_of(other, awaited) == same_group(other, group);
+}
+
 }  // namespace
 
 StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_size, double dead_after_seconds) {
@@ -324,7 +334,7 @@ StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_siz
 }
 
 std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int world_size) {
-  // First what costs little: where a rank runs, or all wait in one operation, there is no circle.
+  // First what costs little: where a rank runs, or all wait in one collective, there is no circle.
   const FlightLog* first = nullptr;
   bool apart = false;
   for (const FlightLog& log : logs) {
@@ -333,18 +343,20 @@ std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int wo
     if (entry == nullptr || log.header.now_ns - entry->waited_ns < kShortestCircleNs) return {};
     if (first == nullptr) first = &log;
     const FlightEntry& of_first = *first->waiting();
-    apart = apart || entry->position != of_first.position ||
+    apart = apart || entry->message || entry->position != of_first.position ||
             &group_of(log, *entry) != same_group(log, group_of(*first, of_first));
   }
   if (!apart) return {};
   const WaitGraph graph(logs, world_size);
   if (!graph.roots().empty()) return {};
   std::vector<WaitInCircle> found;
-  for (const int rank : graph.circle()) {
-    const FlightLog& log = *graph.log_of(rank);
+  const std::vector<int> circle = graph.circle();
+  for (size_t i = 0; i < circle.size(); ++i) {
+    const FlightLog& log = *graph.log_of(circle[i]);
     const FlightEntry& entry = *log.waiting();
-    if (entry.message || entry.thread == 0 || log.header.threads != 1) return {};
-    found.push_back({.rank = rank, .operation = entry.sequence, .board_ns = log.header.now_ns});
+    if (entry.thread == 0 || log.header.threads != 1) return {};
+    if (is_drained(log, *graph.log_of(circle[(i + 1) % circle.size()]))) return {};
+    found.push_back({.rank = circle[i], .operation = entry.sequence, .board_ns = log.header.now_ns});
   }
   return found;
 }

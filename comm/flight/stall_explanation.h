@@ -42,8 +42,8 @@ struct WaitInCircle {
 };
 
 // Finds ranks of which each waits for the next, and none can go on: its only thread that uses groups is held up in a
-// collective, for a moment already. Boards are enough. Empty where there are none, or a rank runs, which may let them
-// go on. Messages do not count: a board does not tell which were sent.
+// collective or a message, for a moment already. Boards are enough. Empty where there are none, or a rank runs, which
+// may let them go on.
 std::vector<WaitInCircle> find_circle(const std::vector<FlightLog>& logs, int world_size);
 
 // Describes in a few lines what a rank did last and does now, for a report of all ranks.

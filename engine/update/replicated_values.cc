@@ -1,7 +1,6 @@
 #include "engine/update/replicated_values.h"
 
 #include <ATen/core/Generator.h>
-#include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <array>
@@ -13,10 +12,10 @@
 #include "core/device/readback.h"
 #include "core/random_streams.h"
 #include "core/text.h"
+#include "engine/update/client_state_watch.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "model/state/shared_buffers.h"
 #include "model/state/tensor_parts.h"
-#include "optim/client_states.h"
 #include "zero/partition.h"
 #include "zero/value_digest.h"
 
@@ -105,22 +104,6 @@ optimizers::NamedStates readable_states(const ModelState& state, size_t b) {
   return state.optimizer.states(b);
 }
 
-// Returns the tensors of a state of one of torch's classes by name, but for the lists of LBFGS; none of another class.
-optimizers::NamedStates tensors_of(torch::optim::OptimizerParamState& state) {
-  optimizers::NamedStates result;
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    if (tensor.defined()) result.emplace_back(name, tensor);
-  };
-  if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
-    add("d", lbfgs->d());
-    add("H_diag", lbfgs->H_diag());
-    add("prev_flat_grad", lbfgs->prev_flat_grad());
-  } else if (const auto fields = optimizers::fields_of(state)) {
-    for (const auto& [name, tensor] : fields->tensors) add(name, *tensor);
-  }
-  return result;
-}
-
 // Adds the states that an optimizer of the program's keeps of the parameters of a bucket, where it steps on full
 // parameters (stage 0, on ranks that have the whole model) and they are of a class of torch's.
 void add_client_states(const ModelState& state, size_t b, ListedValues& to) {
@@ -129,7 +112,7 @@ void add_client_states(const ModelState& state, size_t b, ListedValues& to) {
   for (const zero::Parameter& parameter : state.buckets[b].parameters()) {
     const auto entry = entries.find(parameter.tensor.unsafeGetTensorImpl());
     if (entry == entries.end() || !entry->second) continue;
-    for (const auto& [name, values] : tensors_of(*entry->second)) {
+    for (const auto& [name, values] : client_tensors(*entry->second)) {
       to.push_back(
           {.name = cat("the optimizer state ", name, " of ", parameter.name), .values = values, .computed = true});
     }

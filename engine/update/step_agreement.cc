@@ -12,7 +12,6 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <string_view>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -20,7 +19,6 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "engine/update/summable_digest.h"
-#include "model/state/same_on_all_ranks.h"
 
 namespace ds::engine {
 namespace {
@@ -138,7 +136,8 @@ struct WorldPlace {
     kGradientChanges = kChanges + 2,
     kBuffers = kGradientChanges + 2,
     kSettings = kBuffers + 2,
-    kGathers = kSettings + 4  // of the first group; the others follow
+    kStates = kSettings + kDigestNumbers,
+    kGathers = kStates + kDigestNumbers  // of the first group; the others follow
   };
 };
 
@@ -240,6 +239,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + WorldPlace::kGradientChanges, folded(facts_.gradient_changes));
   put(numbers + WorldPlace::kBuffers, folded(facts_.buffers));
   put_digest(numbers + WorldPlace::kSettings, facts_.settings->digest(StepSettings::Among::kDataRanks));
+  put_digest(numbers + WorldPlace::kStates, facts_.settings->digest_of_states());
   put(numbers + WorldPlace::kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, WorldPlace::kLoss).copy_(facts_.loss);
@@ -307,8 +307,9 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }
   if (!all_equal(numbers + WorldPlace::kStep, ranks_.size())) explain("are at different steps");
-  parted = changes_differ || (updated && settings_differ());
-  if (settings_differ()) explain_settings(StepSettings::Among::kDataRanks, ranks_, updated);
+  parted = changes_differ || (updated && (settings_differ() || states_differ()));
+  if (settings_differ()) facts_.settings->explain_difference(StepSettings::Among::kDataRanks, ranks_, updated);
+  if (states_differ()) facts_.settings->require_same_states(ranks_, updated);
   if (!all_equal(numbers + WorldPlace::kPosition, ranks_.size())) {
     explain(
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
@@ -340,13 +341,15 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
 
 void StepAgreement::require_same_along_axis(bool updated) const {
   if (facts_.axis_in_settings != nullptr) {
-    explain_settings(StepSettings::Among::kTensorRanks, *facts_.axis_in_settings, updated);
+    facts_.settings->explain_difference(StepSettings::Among::kTensorRanks, *facts_.axis_in_settings, updated);
   }
   require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
 }
 
 void StepAgreement::require_same_over_stages(bool updated) const {
-  if (stages_differ()) explain_settings(StepSettings::Among::kStages, *facts_.world, updated);
+  if (stages_differ()) {
+    facts_.settings->explain_difference(StepSettings::Among::kStages, *facts_.world, updated);
+  }
   if (micro_batches_differ()) {
     facts_.micro_batches->require_same(sums_of_micro_batches(), ranks_.rank(), *facts_.world, device_,
                                        updated ? "The step was applied" : "Nothing was applied");
@@ -356,6 +359,10 @@ void StepAgreement::require_same_over_stages(bool updated) const {
 bool StepAgreement::settings_differ() const {
   if (ranks_.size() == 1 || !sums_.defined()) return false;
   return !digests_equal(sums_.numbers().const_data_ptr<double>() + WorldPlace::kSettings, ranks_.size());
+}
+
+bool StepAgreement::states_differ() const {
+  return !digests_equal(sums_.numbers().const_data_ptr<double>() + WorldPlace::kStates, ranks_.size());
 }
 
 bool StepAgreement::stages_differ() const {
@@ -417,28 +424,6 @@ void StepAgreement::explain(const char* what) const {
     list += cat(rank == 0 ? "" : "; ", "rank ", rank, ": ", words[rank]);
   }
   throw UsageError(cat("step(): the ranks ", what, ". ", list, " (this is rank ", ranks_.rank(), ")"));
-}
-
-void StepAgreement::explain_settings(StepSettings::Among among, comm::Communicator& ranks, bool updated) const {
-  const std::string own = cat("rank ", facts_.world->rank(), '\n', facts_.settings->lines(among));
-  const std::vector<std::string> texts = comm::texts_of_ranks(own, device_, ranks, "settings of a step");
-  const auto split = [](std::string_view text) {
-    const size_t end = std::min(text.find('\n'), text.size());
-    return std::pair(text.substr(0, end), text.substr(std::min(end + 1, text.size())));
-  };
-  const auto [first_rank, first] = split(texts.front());
-  std::string what = "They are the same by now";
-  for (const std::string& text : texts) {
-    const auto [rank, other] = split(text);
-    if (other == first) continue;
-    what = differing_setting({first_rank, first}, {rank, other});
-    break;
-  }
-  throw UsageError(cat("step(): the ranks have different settings of the update: ", what, ". Set the same on every ",
-                       "rank. What a rank has measured, such as the loss that torch's ReduceLROnPlateauScheduler is ",
-                       "given, has to be averaged over the ranks before it decides. ",
-                       updated ? "The step was applied" : "Nothing was applied", " (this is rank ",
-                       facts_.world->rank(), ")"));
 }
 
 }  // namespace ds::engine

@@ -123,8 +123,10 @@ class StepAgreement {
   // Whether, inside any one group of ranks that gather from one another, ranks have gathered different parameters. The
   // numbers have come.
   bool gathers_differ() const;
-  // Whether settings differ among the ranks of the group, or of a pipeline. The numbers have come.
+  // Whether settings differ among the ranks of the group, or of a pipeline; whether ranks of the group have changed the
+  // states of a client optimizer in different ways, perhaps to the same values. The numbers have come.
   bool settings_differ() const;
+  bool states_differ() const;
   bool stages_differ() const;
   // Whether the first and the last stage of a pipeline, or ranks of a tensor axis, took different micro-batches. The
   // numbers have come.
@@ -137,8 +139,6 @@ class StepAgreement {
   void require_same_along_axis(bool updated) const;
   void require_same_over_stages(bool updated) const;
   [[noreturn]] void explain(const char* what) const;
-  // Throws with the first setting in which `ranks`, all of which come here, differ.
-  [[noreturn]] void explain_settings(StepSettings::Among among, comm::Communicator& ranks, bool updated) const;
 
   StepFacts facts_;
   comm::Communicator& ranks_;

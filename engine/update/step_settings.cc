@@ -1,15 +1,21 @@
 #include "engine/update/step_settings.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <charconv>
 #include <cmath>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "comm/agreement.h"
+#include "core/check.h"
 #include "core/splitmix64.h"
 #include "core/text.h"
 #include "core/text_hash.h"
+#include "model/state/same_on_all_ranks.h"
 #include "optim/client_states.h"
 
 namespace ds::engine {
@@ -123,6 +129,42 @@ std::string StepSettings::lines(Among among) const {
     if (compares(kept, among)) text += cat(name, '\t', kept.text, '\n');
   }
   return text;
+}
+
+std::string StepSettings::difference(const std::string& lines, comm::Communicator& ranks) const {
+  const std::string own = cat("rank ", deps_.state.ranks.world->rank(), '\n', lines);
+  const std::vector<std::string> texts =
+      comm::texts_of_ranks(own, deps_.state.ranks.device, ranks, "settings of a step");
+  const auto split = [](std::string_view text) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    return std::pair(text.substr(0, end), text.substr(std::min(end + 1, text.size())));
+  };
+  const auto [first_rank, first] = split(texts.front());
+  for (const std::string& text : texts) {
+    const auto [rank, other] = split(text);
+    if (other != first) return differing_setting({first_rank, first}, {rank, other});
+  }
+  return {};
+}
+
+std::string StepSettings::outcome(bool updated) const {
+  return cat(updated ? "The step was applied" : "Nothing was applied", " (this is rank ",
+             deps_.state.ranks.world->rank(), ")");
+}
+
+void StepSettings::explain_difference(Among among, comm::Communicator& ranks, bool updated) const {
+  const std::string what = difference(lines(among), ranks);
+  throw UsageError(cat("step(): the ranks have different settings of the update: ",
+                       what.empty() ? "They are the same by now" : what, ". Set the same on every ",
+                       "rank. What a rank has measured, such as the loss that torch's ReduceLROnPlateauScheduler is ",
+                       "given, has to be averaged over the ranks before it decides. ", outcome(updated)));
+}
+
+void StepSettings::require_same_states(comm::Communicator& ranks, bool updated) const {
+  const std::string what = difference(client_states_.lines(), ranks);
+  require(what.empty(), "step(): the program has changed the states of its optimizer since the last step, and the ",
+          "ranks have different ones: ", what, ". Load the same file, or set the same values, on every rank. ",
+          outcome(updated));
 }
 
 }  // namespace ds::engine

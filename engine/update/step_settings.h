@@ -16,8 +16,11 @@
 // Ranks of a tensor axis are compared in the same settings without safe_set_local_*(), because each has a part of its
 // own, and also in the sum of the counts of backward_mean(). Stages of a pipeline have parameters of their own. They
 // are compared in the numbers of micro-batches, the loss scale, the scheduler, and the options of the config's group
-// where all parameters are in that one group. Tensors of optimizer states are not compared otherwise: from stage 1 on
-// each rank has its slice of them.
+// where all parameters are in that one group.
+//
+// States of a client optimizer of torch's classes that the program has changed between two steps are compared apart,
+// where the optimizer steps on full parameters: a rank may change them to what the others have, so that digests of
+// changes differ and values do not. Other states are not compared: from stage 1 on each rank has its slice of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +32,9 @@
 #include <string>
 
 #include "config/order/call_order.h"
+#include "dsengine/comm.h"
 #include "dsengine/optimizer.h"
+#include "engine/update/client_state_watch.h"
 #include "engine/update/token_counts.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
@@ -48,13 +53,14 @@ struct StepSettingsDeps {
   bool one_group = true;  // no stage of a pipeline has more than one parameter group
 };
 
-// One per engine, used by the engine's thread. No method is collective; only note_value() may wait for a device.
+// One per engine, used by the engine's thread. Only require_same_states() and explain_difference() are collective; only
+// note_value() and what compares changed states may wait for a device.
 class StepSettings {
  public:
   // The ranks that are compared: data-parallel ones, those of a tensor axis, or the stages of a pipeline.
   enum class Among { kDataRanks, kTensorRanks, kStages };
 
-  explicit StepSettings(const StepSettingsDeps& deps) : deps_(deps) {}
+  explicit StepSettings(const StepSettingsDeps& deps) : deps_(deps), client_states_(deps.state) {}
 
   // A value that the program has set.
   struct SetValue {
@@ -73,10 +79,19 @@ class StepSettings {
   // Forgets all values that were set. To be called when other values, of a checkpoint, have replaced them.
   void forget_values() { values_.clear(); }
 
+  // Takes the states of a client optimizer for those that all ranks have alike: see ClientStateWatch::note().
+  void note_states() { client_states_.note(); }
+
   // Returns a digest of the settings and the number of the step: equal on ranks whose settings are equal.
   uint64_t digest(Among among) const;
-  // Returns the settings for a message, as lines "what<TAB>value".
-  std::string lines(Among among) const;
+  // Throws UsageError with the first setting in which `ranks`, all of which come here, differ. `updated`: the step has
+  // been made meanwhile.
+  [[noreturn]] void explain_difference(Among among, comm::Communicator& ranks, bool updated) const;
+  // Returns a digest of what the program has changed in the states of its optimizer since the last step; 0: nothing.
+  uint64_t digest_of_states() const { return client_states_.digest_of_changes(); }
+  // Compares these states, on data-parallel ranks whose digests differ. Throws UsageError on all of them with the first
+  // state that is not the same.
+  void require_same_states(comm::Communicator& ranks, bool updated) const;
 
  private:
   struct Kept {
@@ -92,9 +107,15 @@ class StepSettings {
   template <class Use>
   void visit_groups(Among among, const Use& use) const;
   static bool compares(const Kept& kept, Among among);
+  // Returns the settings for a message, as lines "what<TAB>value".
+  std::string lines(Among among) const;
+  // Returns what is not the same on all of `ranks`, with the values of two of them; empty where all is. Collective.
+  std::string difference(const std::string& lines, comm::Communicator& ranks) const;
+  std::string outcome(bool updated) const;
 
   StepSettingsDeps deps_;
   std::map<std::string, Kept> values_;  // by call and parameter
+  ClientStateWatch client_states_;
 };
 
 }  // namespace ds::engine

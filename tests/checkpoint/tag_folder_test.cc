@@ -1,6 +1,9 @@
 // How checkpoints appear and disappear in a save_dir, and what is left where a job died on the way.
 #include "checkpoint/tag_folder.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -11,6 +14,7 @@
 #include "checkpoint/folder_source.h"
 #include "checkpoint/index.h"
 #include "core/check.h"
+#include "core/unique_fd.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 
@@ -253,6 +257,41 @@ TEST_F(TagFolder, WhatAnotherOwnerWritesStays) {
     one.claim(dir_, "mine");
   }
   one.claim(dir_, "theirs");  // the other one has ended
+}
+
+// Processes that are no ranks of one job; the lock of another one lies on a descriptor that this one has not opened.
+TEST_F(TagFolder, WhatAnotherProcessWritesIsNeitherRemovedNorReplaced) {
+  make("mine", 1);
+  const std::string theirs = new_save(dir_, "theirs").incomplete;
+  fs::create_directory(theirs);
+  UniqueFd descriptor(open(theirs.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  ASSERT_EQ(flock(descriptor.get(), LOCK_EX | LOCK_NB), 0);
+  keep_last_tags(dir_, 1, "mine", kRun);
+  EXPECT_TRUE(fs::exists(theirs));
+  EXPECT_THAT([&] { begin("theirs"); },
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("\"theirs\" in " + dir_), HasSubstr("writes it at the moment"),
+                                              HasSubstr("a save_dir or tags of its own"))));
+  EXPECT_THAT(incomplete_paths(dir_, "theirs"), ElementsAre(theirs));
+  abandon_tag(begin("theirs_too"));
+  descriptor.reset();  // it has died
+  abandon_tag(begin("theirs"));
+  EXPECT_FALSE(fs::exists(theirs));
+}
+
+// So that other processes see it as in the test above.
+TEST_F(TagFolder, AFolderIsLockedUntilItIsPublishedOrAbandoned) {
+  const auto is_locked = [](const std::string& path) {
+    const UniqueFd descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    EXPECT_TRUE(descriptor.valid()) << path;
+    return flock(descriptor.get(), LOCK_EX | LOCK_NB) != 0;
+  };
+  const TagSave save = make_incomplete("tag", 1);
+  EXPECT_TRUE(is_locked(save.incomplete));
+  publish_tag(save);
+  EXPECT_FALSE(is_locked(tag_path(dir_, "tag")));
+  const TagSave next = make_incomplete("tag", 2);
+  publish_tag(next);  // in exchange for the older one
+  EXPECT_FALSE(is_locked(tag_path(dir_, "tag")));
 }
 
 TEST_F(TagFolder, Latest) {

@@ -61,6 +61,26 @@ class Ladder:
         text = self.run("05_pipeline", "spirals", "--deepspeed_config", "ds_config.json", "--steps", "100", ranks=4)
         loss = losses(text)
         check(loss[100] < loss[50], "the loss falls", loss)
+        by_file = losses(self.run("05_pipeline", "spirals", "--deepspeed_config", self.config_with_schedule_file(),
+                                  "--steps", "50", ranks=4))
+        check(by_file[50] == loss[50], f"the loss of the schedule's kind, {loss[50]}, by a file with its actions", by_file)
+
+    def config_with_schedule_file(self):
+        """A config whose schedule is a .csv file that ds-tool has written, with the mark that editors put before a text."""
+        os.makedirs(self.scratch, exist_ok=True)
+        schedule, config = f"{self.scratch}/schedule.csv", f"{self.scratch}/by_file.json"
+        subprocess.run([f"{self.build}/bin/ds-tool", "schedule", "--kind", "zb_h1", "--stages", "2", "--micro_batches", "8",
+                        "--csv", schedule], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT)
+        with open(schedule, encoding="utf-8") as file:
+            actions = file.read()
+        with open(schedule, "w", encoding="utf-8-sig") as file:
+            file.write(actions)
+        with open(f"{self.source}/examples/05_pipeline/ds_config.json", encoding="utf-8") as file:
+            settings = json.load(file)
+        settings["pipeline"]["schedule"] = schedule
+        with open(config, "w", encoding="utf-8") as file:
+            json.dump(settings, file)
+        return config
 
     def gpt_on_three_axes(self):
         text = self.run("3d_gpt", "3d_gpt", "--deepspeed_config", "ds_config.json", "--steps", "40", ranks=8)

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -109,6 +110,55 @@ TEST_P(EvaluationEngines, LoadWhatATrainingEngineSaved) {
     // A checkpoint of it has no states to train on with.
     EXPECT_THAT([&] { trainer->load_checkpoint(folder.path().string(), "evaluated"); },
                 ThrowsMessage<UsageError>(HasSubstr("no optimizer states")));
+  });
+}
+
+// No step compares ranks that set weights by hand: the next save does, of which each rank writes a part.
+TEST_P(EvaluationEngines, SayAtASaveThatRanksHaveOtherWeights) {
+  const test::ScratchFolder folder;
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    auto saving = config();
+    saving["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = true;
+    const auto engine = start(model.ptr(), saving, communicator).engine;
+    const std::string path = folder.path().string();
+    const auto multiply = [&](double factor) {
+      const torch::NoGradGuard no_grad;
+      model->first->weight.mul_(factor);
+    };
+    multiply(0.5);
+    engine->save_checkpoint(path, "good");
+    const State good = copy_of(engine->module_state_dict());
+    const std::vector<std::function<void()>> saves = {
+        [&] { engine->save_checkpoint(path, "bad"); }, [&] { engine->save_16bit_model(path); },
+        [&] { engine->save_fp32_model(path); }, [&] { engine->save_weights(path + "/some.safetensors"); }};
+    for (const auto& save : saves) {
+      multiply(2.0 + communicator.rank());
+      model->forward(sample(0, communicator.rank()));
+      EXPECT_THAT(save, ThrowsMessage<UsageError>(AllOf(HasSubstr("changed or frozen parameters in different ways"),
+                                                        HasSubstr("rank 0: changed first.weight (values "),
+                                                        HasSubstr("; rank 1: changed first.weight (values "))));
+      EXPECT_THAT(save, ThrowsMessage<UsageError>(HasSubstr("a mixture; load a checkpoint")));
+      engine->load_checkpoint(path, "good");
+      EXPECT_EQ(largest_difference(copy_of(engine->module_state_dict()), good), 0.0);
+    }
+    multiply(2.0);
+    engine->save_checkpoint(path, "again");
+    EXPECT_FALSE(std::filesystem::exists(folder / "bad"));
+    EXPECT_TRUE(std::filesystem::exists(folder / "again"));
+  });
+}
+
+// What no operator has written is found by the bits, where each rank has all of a parameter.
+TEST_P(EvaluationEngines, CompareReplicasAtASave) {
+  if (GetParam() == 3) return;  // each rank has other elements
+  const test::ScratchFolder folder;
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), config(), communicator).engine;
+    if (communicator.rank() == 1) model->first->weight.data_ptr<float>()[0] += 1;
+    EXPECT_THAT([&] { engine->save_checkpoint(folder.path().string()); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("check_replicas"), HasSubstr("first.weight"))));
   });
 }
 

@@ -15,7 +15,6 @@
 #include "dsengine/optimizer.h"
 #include "engine/engine_impl.h"
 #include "tests/porting/ported_run.h"
-#include "tests/support/scratch_folder.h"
 
 namespace ds::engine {
 namespace {
@@ -74,20 +73,6 @@ TEST_P(PartedRanks, ABatchOfItsOwnThatOneRankLeavesOutIsAnErrorAtTheEnd) {
     };
     if (communicator.rank() == 1) return run();
     EXPECT_THAT(run, ThrowsMessage<std::exception>(AllOf(HasSubstr("rank 1"), HasSubstr(", step 4)"))));
-  });
-}
-
-// `if (rank == 0) engine->save_checkpoint(...)`, the usual mistake.
-TEST_P(PartedReductions, ASaveOfOneRankAloneIsNamedByItsCall) {
-  const test::ScratchFolder folder;
-  test::run_ranks(2, [&](comm::Communicator& communicator) {
-    SmallNet model;
-    const auto engine = start(model.ptr(), small_config(GetParam(), 1), communicator).engine;
-    const auto step = [&] {
-      if (communicator.rank() == 0) engine->save_checkpoint(folder / "checkpoints");
-      train(*engine, model, 1);
-    };
-    EXPECT_THAT(step, ThrowsMessage<std::exception>(HasSubstr("rank 0 is in save_checkpoint(), rank 1 in backward()")));
   });
 }
 

@@ -38,6 +38,7 @@ Program wgan_gp();
 Program pinn();
 Program policy_gradient();
 // Those that are written once (trainer.h).
+std::vector<Program> carried_programs();
 std::vector<Program> dynamics_programs();
 std::vector<Program> inner_loop_programs();
 std::vector<Program> methods_programs();

@@ -21,8 +21,8 @@ namespace {
 const std::vector<Program>& programs() {
   static const std::vector<Program> all = [] {
     std::vector<Program> result = {residual_cnn(), packed_lstm(), dcgan(), wgan_gp(), pinn(), policy_gradient()};
-    for (const auto& some :
-         {dynamics_programs(), inner_loop_programs(), methods_programs(), text_programs(), vision_programs()}) {
+    for (const auto& some : {carried_programs(), dynamics_programs(), inner_loop_programs(), methods_programs(),
+                             text_programs(), vision_programs()}) {
       result.insert(result.end(), some.begin(), some.end());
     }
     return result;

@@ -170,12 +170,58 @@ TEST(FindCircle, IsNoneWhereSomebodyMayGoOn) {
   EXPECT_TRUE(find_circle(logs_of(late, 1), 3).empty()) << "rank 2 does not wait";
 }
 
-// A board does not tell which messages were sent.
-TEST(FindCircle, IsNotLookedForAmongMessages) {
+// Returns what rank 0 sees of ranks that wait for a second.
+std::vector<FlightLog> boards_of(const std::vector<std::unique_ptr<LoggedRank>>& ranks) {
+  std::vector<FlightLog> boards;
+  for (const FlightLog& log : logs_of(ranks, 1)) boards.push_back(log_from_bytes(to_board(log), "board"));
+  return boards;
+}
+
+TEST(FindCircle, GoesOverMessagesThatNobodyHasSent) {
   auto ranks = logged_ranks(2);
   ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
   ranks[1]->wait_in(message_of(CollectiveKind::kRecv, 0));
-  EXPECT_TRUE(find_circle(logs_of(ranks, 1), 2).empty());
+  EXPECT_EQ(find_circle(boards_of(ranks), 2).size(), 2U);
+
+  auto apart = logged_ranks(3);
+  apart[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  for (const int r : {1, 2}) apart[static_cast<size_t>(r)]->wait_in(all_reduce_of(4, "loss"));
+  const std::vector<FlightLog> boards = boards_of(apart);
+  EXPECT_EQ(find_circle(boards, 3).size(), 2U);
+  EXPECT_THAT(explain(boards).sentence,
+              AllOf(HasSubstr("rank 0 waits in recv"), HasSubstr("for rank 1, rank 1 waits in all_reduce 'loss'")));
+
+  auto sending = logged_ranks(2);
+  for (const int r : {0, 1}) sending[static_cast<size_t>(r)]->wait_in(message_of(CollectiveKind::kSend, 1 - r));
+  EXPECT_EQ(find_circle(boards_of(sending), 2).size(), 2U) << "both send, and nobody receives";
+}
+
+// Rank 1 has sent what rank 0 waits for, before much else: it is on its way.
+TEST(FindCircle, IsNoneWhereTheMessageWasSent) {
+  auto ranks = logged_ranks(2);
+  ranks[1]->issue(message_of(CollectiveKind::kSend, 0));
+  ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  for (int i = 0; i < 3; ++i) ranks[1]->issue(message_of(CollectiveKind::kSend, 1));
+  ranks[1]->wait_in(all_reduce_of(4, "loss"));
+  EXPECT_TRUE(find_circle(boards_of(ranks), 2).empty());
+
+  auto later = logged_ranks(2);
+  later[1]->issue(message_of(CollectiveKind::kSend, 0));
+  later[0]->issue(message_of(CollectiveKind::kRecv, 1));
+  later[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  later[1]->wait_in(all_reduce_of(4, "loss"));
+  EXPECT_EQ(find_circle(boards_of(later), 2).size(), 2U) << "one message was sent, and rank 0 waits for another";
+}
+
+// A receiver puts aside what comes with another tag, so that a large message moves on while both wait.
+TEST(FindCircle, IsNoneWhereAMessageIsPutAside) {
+  auto ranks = logged_ranks(3);
+  ranks[0]->wait_in(message_of(CollectiveKind::kSend, 1));
+  Collective later = message_of(CollectiveKind::kRecv, 0);
+  later.tag = 2;
+  ranks[1]->wait_in(later);
+  ranks[2]->wait_in(all_reduce_of(4, "loss"));
+  EXPECT_TRUE(find_circle(boards_of(ranks), 3).empty());
 }
 
 TEST(StallExplanation, AMessageThatWasSentIsNoFaultOfTheSender) {
