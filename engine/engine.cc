@@ -116,7 +116,7 @@ int Engine::local_rank() const { return impl_->state.ranks.local_rank; }
 
 int Engine::world_size() const { return impl_->state.ranks.world->size(); }
 
-int Engine::dp_world_size() const { return impl_->state.ranks.part->size(); }
+int Engine::dp_world_size() const { return impl_->state.ranks.data->size(); }
 
 int Engine::mp_world_size() const { return impl_->state.ranks.tensor_ranks(); }
 
@@ -135,7 +135,7 @@ const Plan& Engine::plan() const { return impl_->state.plan; }
 
 const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_->state.module; }
 
-comm::Communicator& Engine::communicator() const { return *impl_->state.ranks.part; }
+comm::Communicator& Engine::communicator() const { return *impl_->state.ranks.data; }
 
 comm::Communicator& Engine::world() const { return *impl_->state.ranks.world; }
 

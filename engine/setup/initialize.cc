@@ -161,6 +161,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options, bool one
   impl.phases.note("initialize");
   if (config.log_level) log::set_level(*config.log_level);
   if (config.comms_logger.enabled) impl.comms.emplace(config.comms_logger, *job.ranks);  // before groups are made
+  impl.cuts_sequences = options.cuts_sequences;
   model.ranks = place_ranks(job, options, config);
   if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
@@ -392,7 +393,7 @@ void build_steps(Engine::Impl& impl) {
                                       .loss_scaler = impl.loss_scaler,
                                       .watch = *impl.watch,
                                       .reporter = *impl.reporter,
-                                      .data = {impl.batches, impl.loader, impl.sampler},
+                                      .data = {impl.batches, impl.loader, impl.sampler, impl.shared_batches},
                                       .settings = *impl.settings,
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,

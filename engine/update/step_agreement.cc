@@ -138,7 +138,8 @@ struct WorldPlace {
     kGradientChanges = kChanges + 2,
     kBuffers = kGradientChanges + 2,
     kSettings = kBuffers + 2,
-    kGathers = kSettings + 4  // of the first group; the others follow
+    kShared = kSettings + 4,
+    kGathers  // of the first group; the others follow
   };
 };
 
@@ -243,6 +244,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + WorldPlace::kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, WorldPlace::kLoss).copy_(facts_.loss);
+  facts_.shared.put(values_.select(0, WorldPlace::kShared));
   if (facts_.axis) put_axis(*facts_.axis, values_);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
@@ -314,13 +316,13 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
         "out");
   }
+  if (numbers[WorldPlace::kShared] != 0) explain(kOtherBatches);
   if (gathers_differ()) {
     parted = parted || updated;
     explain(
         "have run different operators at stage 3: parameters were gathered in another order, so that some were "
-        "computed "
-        "with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where they "
-        "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
+        "computed with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where "
+        "they cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
   }
   if (changes_differ) {
     explain(
@@ -380,8 +382,9 @@ bool StepAgreement::differs() const {
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](int64_t place) { return all_equal(numbers + place, ranks_.size()); };
-  return numbers[WorldPlace::kAxisProblem] > 0 || !equal(WorldPlace::kStep) || !equal(WorldPlace::kPosition) ||
-         !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || settings_differ() || gathers_differ();
+  return numbers[WorldPlace::kAxisProblem] > 0 || numbers[WorldPlace::kShared] != 0 || !equal(WorldPlace::kStep) ||
+         !equal(WorldPlace::kPosition) || !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) ||
+         settings_differ() || gathers_differ();
 }
 
 bool StepAgreement::gathers_differ() const {
@@ -410,6 +413,7 @@ void StepAgreement::explain(const char* what) const {
   }
   own += facts_.gradient_changes == 0 ? ", gradients as reduced"
                                       : cat(", changed gradients (values ", short_text(facts_.gradient_changes), ")");
+  if (facts_.shared.value.defined()) own += cat(", cut batches ", short_text(facts_.shared.number()));
   if (facts_.gathers != 0) own += cat(", gathered parameters (order ", short_text(facts_.gathers), ")");
   const std::vector<std::string> words = comm::texts_of_ranks(own, device_, ranks_, "what ranks say of a step");
   std::string list;

@@ -300,7 +300,7 @@ TEST(EngineUsage, ABreakdownAndADumpAreLoggedByRankZeroAlone) {
   EXPECT_EQ(text.find("memory (MiB) after step 1", first + 1), std::string::npos);
 }
 
-TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesASequenceAxis) {
+TEST(EngineUsage, AMeshTrainsDataParallelAndItsSequenceAxisAsksForPieces) {
   const State expected = TorchRun{.world = 4, .steps = 3}.train_adamw();
   run_ranks(4, [&](comm::Communicator& communicator) {
     const auto mesh_of = [&](const comm::MeshSizes& sizes) {
@@ -317,7 +317,8 @@ TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesASequenceAxis) {
         [&] {
           initialize({.model = other.ptr(), .config = small_config(2, 1), .mesh = mesh_of({.data = 2, .sequence = 2})});
         },
-        ThrowsMessage<ConfigError>(AllOf(HasSubstr("axis sequence"), HasSubstr("found 2"))));
+        ThrowsMessage<ConfigError>(
+            AllOf(HasSubstr("sequence_parallel_size"), HasSubstr("found 2"), HasSubstr(".cuts_sequences = true"))));
   });
 }
 
