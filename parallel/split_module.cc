@@ -251,15 +251,7 @@ SplitModule split_module(torch::nn::Module& module, std::shared_ptr<Axis> axis, 
   return result;
 }
 
-SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
-                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
-  const std::shared_ptr<Axis> axis = make_axis(std::move(communicator));
-  axis->verify(options.verify);
-  axis->overlap(options.overlap);
-  axis->cut_sequences(options.sequence_parallel);
-  std::vector<SplitRule> all_rules = rules;
-  for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
-  SplitPlan plan = plan_module(module, all_rules, axis->size());
+SplitModule split_with_values_of_rank_0(torch::nn::Module& module, const std::shared_ptr<Axis>& axis, SplitPlan plan) {
   for (const auto& item : module.named_parameters()) {
     require(!item.value().is_meta(), "parallelize_module: parameter ", item.key(), " is on the meta device: expected ",
             "values to give parts of. Build the module with memory; engine::initialize splits one on the meta device, ",
@@ -277,6 +269,17 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
     if (ds::is_split(parameters[name])) watch_gradient(name, parameters[name], leaf);
   }
   return result;
+}
+
+SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
+                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
+  const std::shared_ptr<Axis> axis = make_axis(std::move(communicator));
+  axis->verify(options.verify);
+  axis->overlap(options.overlap);
+  axis->cut_sequences(options.sequence_parallel);
+  std::vector<SplitRule> all_rules = rules;
+  for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
+  return split_with_values_of_rank_0(module, axis, plan_module(module, all_rules, axis->size()));
 }
 
 at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,

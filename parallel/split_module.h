@@ -27,4 +27,8 @@ using PartOf = std::function<at::Tensor(const std::string& name, const at::Tenso
 // the module, just before the tensor loses its memory. Runs no collective but what `part_of` does.
 SplitModule split_module(torch::nn::Module& module, std::shared_ptr<Axis> axis, SplitPlan plan, const PartOf& part_of);
 
+// Splits the module with rank 0's values, and makes mistakes with gradients of split parameters errors: what
+// parallelize_module does with a plan. Collective.
+SplitModule split_with_values_of_rank_0(torch::nn::Module& module, const std::shared_ptr<Axis>& axis, SplitPlan plan);
+
 }  // namespace ds::parallel

@@ -21,15 +21,27 @@
 // All ranks of `group` call these functions in the same order with the same options, and their graphs run the same
 // backward pass (dsengine/collectives.h); the group outlives the graph. No gradient of a gradient: with create_graph
 // the backward pass of ring_attention is a UsageError. A tensor that is split over a tensor axis is refused.
+//
+// An unmodified module needs none of these calls. Given batches that are split tensors (dsengine/parallel.h), it
+// computes on the positions of each rank, and scaled_dot_product_attention is one of the above:
+//
+//   auto axis = ds::parallel::make_sequence_axis(group);
+//   auto split = ds::parallel::parallelize_sequence(*model, axis);
+//   torch::optim::AdamW optimizer(split.leaves(), 1e-3);
+//   model->forward(ds::parallel::cut_sequence(tokens, axis), ds::parallel::cut_sequence(labels, axis)).backward();
+//   split.reduce_summed_gradients();
+//   optimizer.step();
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/parallel.h"
 
 namespace ds::parallel {
 
@@ -74,5 +86,34 @@ at::Tensor shard_sequence(const at::Tensor& whole, const comm::Communicator& gro
 // its positions of the sum of all ranks' gradients.
 at::Tensor join_sequence(const at::Tensor& part, comm::Communicator& group, int64_t dim = 1,
                          const SequenceLayout& layout = {});
+
+// How scaled_dot_product_attention is computed on split tensors whose positions are cut. kAuto: as ulysses_attention
+// where the ranks divide the heads of queries and of keys, or where weights are dropped, else as ring_attention.
+// kUlysses: UsageError where there are fewer heads of queries than ranks. kRing: UsageError with a dropout. With a
+// mask, and where keys are not of the positions of the queries, keys and values are gathered instead, whatever the
+// method.
+enum class SequenceMethod : uint8_t { kAuto, kUlysses, kRing };
+
+struct SequenceAxisOptions {
+  SequenceMethod attention = SequenceMethod::kAuto;
+  SequenceOrder order = SequenceOrder::kContiguous;
+};
+
+// Returns the axis of the ranks of `communicator`, which share each batch.
+std::shared_ptr<Axis> make_sequence_axis(std::shared_ptr<comm::Communicator> communicator,
+                                         const SequenceAxisOptions& options = {});
+
+// Returns a tensor that all ranks have as a split tensor of the same sizes, of which each rank has the positions that
+// the axis' order gives it along `dim` (from behind when negative); uneven lengths too. What the module makes of sizes,
+// as torch::arange(tokens.size(1)), is of the whole sequence and meets each rank's positions by itself. Tensors without
+// a sequence stay plain, and are the same on all ranks. With one rank the tensor itself. UsageError for an axis of
+// another kind, fewer positions than ranks, or a tensor that is split already.
+at::Tensor cut_sequence(const at::Tensor& whole, const std::shared_ptr<Axis>& axis, int64_t dim = 1);
+
+// Makes the module's parameters, with rank 0's values, summed ones: no rank has less of them, and after backward each
+// leaf's gradient is a partial sum, which reduce_summed_gradients() adds up over the axis. Every rank calls it. A loss
+// that the module returns is a plain tensor, the same on all ranks: a mean counts the valid positions of all of them.
+// Other results are split tensors, of which whole() is the full one. Throws as parallelize_module().
+SplitModule parallelize_sequence(torch::nn::Module& module, const std::shared_ptr<Axis>& axis);
 
 }  // namespace ds::parallel

@@ -1,9 +1,13 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/any.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <string>
 #include <utility>
 
+#include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
 #include "parallel/rules/dtypes.h"
 #include "parallel/rules/rules.h"
@@ -92,6 +96,16 @@ Rule reduction(size_t dims_at, size_t keep_at) {
   };
 }
 
+// any(self), all(self), of booleans: whether a rank has one that is true, or none that is false.
+Outcome find_any(Call& call) {
+  const Operand x = call.operand(0);
+  if (!x.is_split() || x.tensor.scalar_type() != at::kBool) return Outcome::kJoin;
+  const bool any = call.name() == "aten::any";
+  const at::Tensor own = any ? at::any(x.tensor) : at::all(x.tensor).logical_not();
+  const at::Tensor found = all_reduce_max(own.to(at::kFloat), *call.axis()).gt(0);
+  return call.finish(any ? found : found.logical_not());
+}
+
 }  // namespace
 
 void add_reduction_rules(RuleTable& table) {
@@ -100,6 +114,8 @@ void add_reduction_rules(RuleTable& table) {
        {"amax", "amin", "logsumexp", "prod.dim_int", "argmax", "argmin", "max.dim", "min.dim", "any.dim", "all.dim"}) {
     table[std::string("aten::") + name] = reduction(1, 2);
   }
+  table["aten::any"] = find_any;
+  table["aten::all"] = find_any;
   table["aten::var.correction"] = reduction(1, 3);
   table["aten::std.correction"] = reduction(1, 3);
   table["aten::norm.ScalarOpt_dim"] = reduction(2, 3);

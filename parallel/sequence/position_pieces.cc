@@ -4,13 +4,15 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/nonzero.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/unique_consecutive.h>
 
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <set>
+#include <tuple>
 
 #include "core/check.h"
-#include "core/split/tensor_part.h"
 
 namespace ds::parallel {
 namespace {
@@ -106,7 +108,58 @@ void add_plain_block(const ScoreBlock& block, std::vector<ScoreBlock>& blocks) {
   blocks.push_back(block);
 }
 
+// The documents of a piece, for each entry of the batch.
+using PieceDocuments = std::vector<std::set<int64_t>>;
+
+PieceDocuments documents_of(const PositionPiece& piece, const at::Tensor& documents) {
+  PieceDocuments result;
+  for (int64_t row = 0; row < documents.size(0); ++row) {
+    const at::Tensor own = documents.select(0, row).narrow(0, piece.first, piece.count).contiguous();
+    const at::Tensor runs = std::get<0>(at::unique_consecutive(own));
+    const auto* const first = runs.const_data_ptr<int64_t>();
+    result.emplace_back(first, first + runs.numel());
+  }
+  return result;
+}
+
+bool have_common_document(const PieceDocuments& a, const PieceDocuments& b) {
+  for (size_t row = 0; row < a.size(); ++row) {
+    if (std::any_of(a[row].begin(), a[row].end(), [&](int64_t document) { return b[row].contains(document); })) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
+
+std::vector<std::vector<bool>> seen_ranks(const PositionPieces& pieces, const SeenPositions& seen) {
+  const auto ranks = static_cast<size_t>(pieces.ranks());
+  std::vector<std::vector<PieceDocuments>> documents(ranks);
+  for (size_t rank = 0; rank < ranks && seen.documents.defined(); ++rank) {
+    for (const PositionPiece& piece : pieces.of_rank(static_cast<int>(rank))) {
+      documents[rank].push_back(documents_of(piece, seen.documents));
+    }
+  }
+  const auto sees = [&](size_t query_rank, size_t key_rank) {
+    const std::vector<PositionPiece>& queries = pieces.of_rank(static_cast<int>(query_rank));
+    const std::vector<PositionPiece>& keys = pieces.of_rank(static_cast<int>(key_rank));
+    for (size_t i = 0; i < queries.size(); ++i) {
+      for (size_t k = 0; k < keys.size(); ++k) {
+        if (sight_of(queries[i], keys[k], seen) == Sight::kNone) continue;
+        if (!seen.documents.defined() || have_common_document(documents[query_rank][i], documents[key_rank][k])) {
+          return true;
+        }
+      }
+    }
+    return false;
+  };
+  std::vector<std::vector<bool>> result(ranks, std::vector<bool>(ranks));
+  for (size_t query = 0; query < ranks; ++query) {
+    for (size_t key = 0; key < ranks; ++key) result[query][key] = query == key || sees(query, key);
+  }
+  return result;
+}
 
 PositionPieces::PositionPieces(const std::vector<int64_t>& lengths, SequenceOrder order)
     : positions_(std::accumulate(lengths.begin(), lengths.end(), int64_t{0})) {
@@ -118,14 +171,28 @@ PositionPieces::PositionPieces(const std::vector<int64_t>& lengths, SequenceOrde
     if (order == SequenceOrder::kZigzag) {
       ranges = ranges_in_block({.blocks = {}, .order = PartOrder::kZigzag}, positions_, rank, ranks);
     }
-    int64_t row = 0;
-    std::vector<PositionPiece>& own = ranks_.emplace_back();
-    for (const DimRange& range : ranges) {
-      own.push_back({.first = range.begin, .row = row, .count = range.length});
-      row += range.length;
-    }
+    add_rank(ranges);
     first += length;
   }
+}
+
+void PositionPieces::add_rank(const std::vector<DimRange>& ranges) {
+  int64_t row = 0;
+  std::vector<PositionPiece>& own = ranks_.emplace_back();
+  for (const DimRange& range : ranges) {
+    own.push_back({.first = range.begin, .row = row, .count = range.length});
+    row += range.length;
+  }
+}
+
+PositionPieces PositionPieces::of_cut(int64_t positions, const Cut& cut, int ranks) {
+  PositionPieces result(positions);
+  Cut along_first = cut;
+  along_first.dim = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    result.add_rank(TensorPart({positions}, along_first, rank, ranks).ranges());
+  }
+  return result;
 }
 
 PositionPieces PositionPieces::of_own(const char* call, int64_t own, const comm::Communicator& group,

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/split/tensor_part.h"
 #include "dsengine/sequence_attention.h"
 
 namespace ds::parallel {
@@ -27,13 +28,18 @@ class PositionPieces {
                                  const SequenceLayout& layout);
   // A sequence that one rank has.
   static PositionPieces of_one_rank(int64_t positions);
+  // A sequence that is a dimension of a split tensor, under its cut.
+  static PositionPieces of_cut(int64_t positions, const Cut& cut, int ranks);
 
   int64_t positions() const { return positions_; }
+  int ranks() const { return static_cast<int>(ranks_.size()); }
   int64_t rows(int rank) const;
   const std::vector<PositionPiece>& of_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
 
  private:
   PositionPieces(const std::vector<int64_t>& lengths, SequenceOrder order);
+  explicit PositionPieces(int64_t positions) : positions_(positions) {}
+  void add_rank(const std::vector<DimRange>& ranges);
 
   int64_t positions_ = 0;
   std::vector<std::vector<PositionPiece>> ranks_;
@@ -57,5 +63,9 @@ struct ScoreBlock {
 // The blocks in which queries of `queries` see keys of `keys`; each pair that sees the other is in one block.
 std::vector<ScoreBlock> seen_blocks(const std::vector<PositionPiece>& queries, const std::vector<PositionPiece>& keys,
                                     const SeenPositions& seen);
+
+// For each rank, whether its queries may see keys of each other rank: no pair of positions that see one another is left
+// out. Which keys travel follows from it, so that it is the same on all ranks.
+std::vector<std::vector<bool>> seen_ranks(const PositionPieces& pieces, const SeenPositions& seen);
 
 }  // namespace ds::parallel

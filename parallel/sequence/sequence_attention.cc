@@ -1,16 +1,11 @@
-// The public calls of sequence_attention.h: ring attention, Ulysses, and the positions of a rank.
+// The public calls of sequence_attention.h, but for sequences of split tensors; and Ulysses.
 #include "dsengine/sequence_attention.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
@@ -21,14 +16,10 @@
 #include "core/split/tensor_part.h"
 #include "core/tensor_check.h"
 #include "dsengine/collectives.h"
-#include "parallel/sequence/position_pieces.h"
-#include "parallel/sequence/score_block.h"
+#include "parallel/sequence/pieces_attention.h"
 
 namespace ds::parallel {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr const char* kRing = "ring_attention";
 constexpr const char* kUlysses = "ulysses_attention";
@@ -76,110 +67,6 @@ SeenPositions seen_of(const char* call, const SequenceAttentionOptions& options,
 double scale_of(const SequenceAttentionOptions& options, const at::Tensor& q) {
   return options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
 }
-
-// ---- ring attention ----
-
-// What the passes of one attention share; the tensors are saved by autograd.
-struct Ring : torch::CustomClassHolder {
-  Ring(PositionPieces of_ranks, SeenPositions seen_by_queries, double of_scores, comm::Communicator* of_group)
-      : pieces(std::move(of_ranks)), seen(std::move(seen_by_queries)), scale(of_scores), group(of_group) {}
-
-  int rank() const { return group == nullptr ? 0 : group->rank(); }
-  int size() const { return group == nullptr ? 1 : group->size(); }
-  // The rank whose keys and values are here after `hop` hops.
-  int source(int hop) const { return (rank() - hop + size()) % size(); }
-  std::vector<ScoreBlock> blocks(int hop) const {
-    return seen_blocks(pieces.of_rank(rank()), pieces.of_rank(source(hop)), seen);
-  }
-
-  PositionPieces pieces;
-  SeenPositions seen;
-  double scale;
-  comm::Communicator* group;  // null: one rank has the whole sequence
-};
-
-// A tensor on its way from the rank before.
-struct Hop {
-  at::Tensor arriving, leaving;
-  comm::Work work;
-
-  at::Tensor arrived() {
-    work.wait();
-    leaving = at::Tensor();
-    return arriving;
-  }
-};
-
-// Sends [2, batch, heads, rows, channels] to the next rank; what comes has the rows of the rank that it is from.
-Hop begin_hop(const Ring& ring, const at::Tensor& leaving, int hop, const char* label) {
-  std::vector<int64_t> sizes = leaving.sizes().vec();
-  sizes[3] = ring.pieces.rows(ring.source(hop + 1));
-  Hop result{.arriving = at::empty(sizes, leaving.options()), .leaving = leaving, .work = {}};
-  const auto ranks = static_cast<size_t>(ring.size());
-  std::vector<int64_t> sent(ranks, 0);
-  std::vector<int64_t> received(ranks, 0);
-  sent[static_cast<size_t>((ring.rank() + 1) % ring.size())] = leaving.numel();
-  received[static_cast<size_t>((ring.rank() + ring.size() - 1) % ring.size())] = result.arriving.numel();
-  result.work = ring.group->all_to_all(result.arriving.view(-1), leaving.view(-1), received, sent, label);
-  return result;
-}
-
-// Sends keys and values around: calls `use` with the number of a hop and the keys and values that are here then, while
-// those of the next hop are on their way.
-template <class Use>
-void for_each_hop(const Ring& ring, const at::Tensor& keys, const at::Tensor& values, const Use& use) {
-  at::Tensor keys_values = at::stack({keys, values});
-  for (int hop = 0; hop < ring.size(); ++hop) {
-    const bool goes_on = hop + 1 < ring.size();
-    Hop next;
-    if (goes_on) next = begin_hop(ring, keys_values, hop, "keys and values of ring_attention");
-    use(hop, keys_values);
-    if (goes_on) keys_values = next.arrived();
-  }
-}
-
-AttentionInputs inputs_of(const Ring& ring, const at::Tensor& q, const at::Tensor& keys_values) {
-  return {.query = q, .key = keys_values[0], .value = keys_values[1], .scale = ring.scale};
-}
-
-struct RingAttention : torch::autograd::Function<RingAttention> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const c10::intrusive_ptr<Ring>& ring) {
-    SeenSum sum(q);
-    for_each_hop(*ring, k, v, [&](int hop, const at::Tensor& keys_values) {
-      const AttentionInputs inputs = inputs_of(*ring, q, keys_values);
-      for (const ScoreBlock& block : ring->blocks(hop)) sum.add(inputs, block);
-    });
-    const at::Tensor out = sum.out().to(q.scalar_type());
-    context->save_for_backward({q, k, v, out, sum.log_sum()});
-    context->saved_data["ring"] = c10::IValue::make_capsule(ring);
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    require(!at::GradMode::is_enabled(), kRing, ": expected a backward pass without create_graph, its kernels have no ",
-            "second derivative");
-    const variable_list saved = context->get_saved_variables();
-    const auto ring = c10::static_intrusive_pointer_cast<Ring>(context->saved_data["ring"].toCapsule());
-    const at::Tensor& q = saved[0];
-    const AttentionResult result{.out = saved[3], .log_sum = saved[4], .gradient = gradients[0].contiguous()};
-    const at::TensorOptions wide = q.options().dtype(sum_type(q));
-    const at::Tensor of_query = at::zeros(q.sizes(), wide);
-    Hop sums;  // of the gradients of the keys and values that come next
-    for_each_hop(*ring, saved[1], saved[2], [&](int hop, const at::Tensor& keys_values) {
-      const at::Tensor own = at::zeros(keys_values.sizes(), wide);
-      const AttentionInputs inputs = inputs_of(*ring, q, keys_values);
-      for (const ScoreBlock& block : ring->blocks(hop)) {
-        add_block_gradients(inputs, result, block, {.query = of_query, .key = own[0], .value = own[1]});
-      }
-      if (hop > 0) own.add_(sums.arrived());
-      sums = ring->size() == 1 ? Hop{.arriving = own, .leaving = {}, .work = {}}
-                               : begin_hop(*ring, own, hop, "gradients of keys and values of ring_attention");
-    });
-    const at::Tensor of_keys_values = sums.arrived().to(q.scalar_type());
-    return {of_query.to(q.scalar_type()), of_keys_values[0], of_keys_values[1], {}};
-  }
-};
 
 // ---- Ulysses ----
 
@@ -289,14 +176,26 @@ at::Tensor attend_to_whole(const std::vector<at::Tensor>& qkv, const SeenPositio
   const at::Tensor& q = qkv[0];
   if (seen.window > 0 || seen.documents.defined()) {
     require(dropout == 0.0, kUlysses, ": dropout: expected 0 with documents or a window, found ", dropout);
-    return RingAttention::apply(
-        q, qkv[1], qkv[2], c10::make_intrusive<Ring>(PositionPieces::of_one_rank(q.size(2)), seen, scale, nullptr));
+    return ring_over_pieces({.query = q, .key = qkv[1], .value = qkv[2], .scale = scale},
+                            PositionPieces::of_one_rank(q.size(2)), seen, nullptr);
   }
   return at::scaled_dot_product_attention(q, qkv[1], qkv[2], {}, dropout, seen.causal, scale,
                                           q.size(1) != qkv[1].size(1));
 }
 
 }  // namespace
+
+at::Tensor ulysses_over_pieces(const AttentionInputs& inputs, const PositionPieces& pieces, const SeenPositions& seen,
+                               double dropout, comm::Communicator& group) {
+  const auto& [q, k, v, scale] = inputs;
+  Ulysses ulysses{.group = group, .pieces = pieces, .heads = {}, .batch = q.size(0)};
+  for (int rank = 0; rank < group.size(); ++rank) {
+    ulysses.heads.push_back(heads_of(rank, group.size(), q.size(1), k.size(1)));
+  }
+  std::vector<at::Tensor> qkv = heads_of_whole(ulysses, q, k, v);
+  for (size_t i : {size_t{1}, size_t{2}}) qkv[i] = for_own_queries(ulysses, qkv[i], q.size(1) / k.size(1));
+  return positions_of_whole(ulysses, attend_to_whole(qkv, seen, scale, dropout));
+}
 
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, comm::Communicator& group,
                           const SequenceAttentionOptions& options) {
@@ -305,8 +204,8 @@ at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
   SeenPositions seen = seen_of(kRing, options, q.size(0), pieces.positions());
   require(options.dropout == 0.0, kRing, ": dropout: expected 0, found ", options.dropout,
           ": no rank has the weights of all keys at once; use ulysses_attention");
-  return RingAttention::apply(
-      q, k, v, c10::make_intrusive<Ring>(std::move(pieces), std::move(seen), scale_of(options, q), &group));
+  return ring_over_pieces({.query = q, .key = k, .value = v, .scale = scale_of(options, q)}, std::move(pieces),
+                          std::move(seen), &group);
 }
 
 at::Tensor ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, comm::Communicator& group,
@@ -316,13 +215,8 @@ at::Tensor ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at:
   const SeenPositions seen = seen_of(kUlysses, options, q.size(0), pieces.positions());
   require(q.size(1) >= group.size(), kUlysses, ": expected a head of queries for each of the ", group.size(),
           " ranks of group ", group.name(), ", found ", q.size(1), "; use ring_attention");
-  Ulysses ulysses{.group = group, .pieces = pieces, .heads = {}, .batch = q.size(0)};
-  for (int rank = 0; rank < group.size(); ++rank) {
-    ulysses.heads.push_back(heads_of(rank, group.size(), q.size(1), k.size(1)));
-  }
-  std::vector<at::Tensor> qkv = heads_of_whole(ulysses, q, k, v);
-  for (size_t i : {size_t{1}, size_t{2}}) qkv[i] = for_own_queries(ulysses, qkv[i], q.size(1) / k.size(1));
-  return positions_of_whole(ulysses, attend_to_whole(qkv, seen, scale_of(options, q), options.dropout));
+  return ulysses_over_pieces({.query = q, .key = k, .value = v, .scale = scale_of(options, q)}, pieces, seen,
+                             options.dropout, group);
 }
 
 at::Tensor sequence_positions(int64_t positions, const comm::Communicator& group, const SequenceLayout& layout) {

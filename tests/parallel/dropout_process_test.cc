@@ -9,6 +9,7 @@
 
 #include "comm/backends/factory.h"
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/sequence_attention.h"
 #include "tests/parallel/split_ranks.h"
 #include "tests/support/process_ranks.h"
 
@@ -101,10 +102,34 @@ void expect_masks_of_one_process(const std::shared_ptr<comm::Communicator>& comm
   EXPECT_TRUE(split.joined_operators().empty()) << what << ": " << split.joined_operators()[0].name;
 }
 
+// Positions that are cut over the ranks: heads are exchanged where there are enough, else keys are gathered.
+void expect_masks_on_cut_positions(const std::shared_ptr<comm::Communicator>& communicator, SequenceOrder order) {
+  const at::Tensor tokens = (at::arange(4 * 8) * 7 % 48).view({4, 8});
+  const auto reference = new_model(/*with_regions=*/true);
+  torch::manual_seed(9);
+  const at::Tensor expected = reference->forward(tokens);
+  expected.backward();
+  const auto model = new_model(/*with_regions=*/true);
+  const auto axis = make_sequence_axis(communicator, {.order = order});
+  const SplitModule split = parallelize_sequence(*model, axis);
+  torch::manual_seed(9);
+  const at::Tensor loss = model->forward(cut_sequence(tokens, axis));
+  EXPECT_LE(relative_error(loss, expected), 1e-12);
+  loss.backward();
+  split.reduce_summed_gradients();
+  const auto truth = reference->named_parameters();
+  for (const auto& [name, leaf] : split.named_leaves) {
+    EXPECT_LE(relative_error(leaf.grad(), truth[name].grad()), 1e-11) << name;
+  }
+}
+
 void expect_masks_with_all_settings(const ds::testing::ProcessRank& ranks) {
   const std::shared_ptr<comm::Communicator> communicator = comm::make_communicator(ranks.meet(), at::kCPU);
   for (const bool regions : {false, true}) {
     for (const bool cut : {false, true}) expect_masks_of_one_process(communicator, regions, cut);
+  }
+  for (const SequenceOrder order : {SequenceOrder::kContiguous, SequenceOrder::kZigzag}) {
+    expect_masks_on_cut_positions(communicator, order);
   }
 }
 

@@ -189,7 +189,8 @@ void add_reductions(std::vector<RuleCase>& cases) {
                    .inputs = {{.sizes = {4, 6, 8}}},
                    .run =
                        [](const Tensors& t) {
-                         return Tensors{t[0].argmax(1).to(at::kFloat), (t[0] > 0).any(1).to(at::kFloat),
+                         return Tensors{t[0].argmax(1).to(at::kFloat),        (t[0] > 0).any(1).to(at::kFloat),
+                                        (t[0] > 0).all().to(at::kFloat),      (t[0] > 9).any().to(at::kFloat),
                                         t[0].argmin(-1, true).to(at::kFloat), (t[0] > 0).sum(1).to(at::kFloat)};
                        },
                    .ints_alone = true});

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -160,36 +161,97 @@ TEST(SequenceAttention, JoinsWhatItHasCut) {
   }
 }
 
-// The bytes of DeepSpeed-Ulysses (arXiv:2309.14509) and of ring attention: 4/W of the activations each way, and W-1
-// hops.
-TEST(SequenceAttention, SendsTheBytesOfTheFormulas) {
-  constexpr int kRanks = 4;
-  constexpr int64_t kHeads = 4;
-  constexpr int64_t kKeyHeads = 2;
-  test::run_ranks(kRanks, [&](comm::Communicator& group) {
-    const auto own = [&](int which, int64_t heads) {
-      return shard_sequence(whole_input(which, heads, torch::kFloat), group, 2).requires_grad_();
-    };
-    const at::Tensor q = own(0, kHeads);
-    const at::Tensor k = own(1, kKeyHeads);
-    const at::Tensor v = own(2, kKeyHeads);
-    const int64_t keys_values = 2 * k.numel() * k.element_size();
-    group.reset_counters();
-    at::Tensor out = ring_attention(q, k, v, group, {.causal = true});
-    EXPECT_EQ(group.counters().total_bytes_sent(), keys_values * (kRanks - 1));
-    group.reset_counters();
-    out.sum().backward();  // keys and values once more, and their gradients, which come home
-    EXPECT_EQ(group.counters().total_bytes_sent(), keys_values * (kRanks - 1) + keys_values * kRanks);
+// The bytes that a rank has sent since the last call.
+int64_t bytes_sent(comm::Communicator& group) {
+  const int64_t bytes = group.counters().total_bytes_sent();
+  group.reset_counters();
+  return bytes;
+}
 
-    const at::Tensor all = own(1, kHeads);
+at::Tensor own_input(comm::Communicator& group, int which, int64_t heads, SequenceOrder order) {
+  return shard_sequence(whole_input(which, heads, torch::kFloat), group, 2, {.order = order, .lengths = {}})
+      .requires_grad_();
+}
+
+// The bytes of DeepSpeed-Ulysses (arXiv:2309.14509): 4/W of the activations each way.
+TEST(SequenceAttention, UlyssesSendsTheBytesOfItsFormula) {
+  constexpr int kRanks = 4;
+  test::run_ranks(kRanks, [&](comm::Communicator& group) {
+    const at::Tensor q = own_input(group, 0, 4, SequenceOrder::kContiguous);
     const int64_t activations = q.numel() * q.element_size();
-    group.reset_counters();
-    out = ulysses_attention(q, all, all, group, {.causal = true});
-    EXPECT_EQ(group.counters().total_bytes_sent(), 4 * activations * (kRanks - 1) / kRanks);
-    group.reset_counters();
+    bytes_sent(group);
+    const at::Tensor out = ulysses_attention(q, q, q, group, {.causal = true});
+    EXPECT_EQ(bytes_sent(group), 4 * activations * (kRanks - 1) / kRanks);
     out.sum().backward();
-    EXPECT_EQ(group.counters().total_bytes_sent(), 4 * activations * (kRanks - 1) / kRanks);
+    EXPECT_EQ(bytes_sent(group), 4 * activations * (kRanks - 1) / kRanks);
   });
+}
+
+struct RingBytes {
+  std::string name;
+  SequenceAttentionOptions options;
+  // For each rank, to how many others its keys and values go.
+  std::vector<int64_t> readers;
+};
+
+// Keys and values go once to each rank that sees some of them, and so do their gradients back: c (W-1) from each rank
+// where all see all, and only what is seen otherwise.
+TEST(SequenceAttention, RingSendsWhatIsSeen) {
+  constexpr int kRanks = 4;  // of 6 positions each, or of twice 3
+  const auto documents = [](int64_t length) { return torch::arange(kPositions).div(length, "floor"); };
+  const SequenceLayout zigzag{.order = SequenceOrder::kZigzag, .lengths = {}};
+  const std::vector<RingBytes> cases = {
+      {"full", {}, {3, 3, 3, 3}},
+      {"causal", {.causal = true}, {3, 2, 1, 0}},
+      {"causal, zigzag", {.causal = true, .layout = zigzag}, {3, 3, 3, 3}},
+      {"a document of each rank", {.documents = documents(6)}, {0, 0, 0, 0}},
+      {"documents of two ranks", {.documents = documents(12)}, {1, 1, 1, 1}},
+      {"causal documents of two ranks", {.causal = true, .documents = documents(12)}, {1, 0, 1, 0}},
+      // 0 to 7, 8 to 15, 16 to 23: ranks 0 and 1; 1 and 2; 2 and 3.
+      {"documents over borders", {.documents = documents(8)}, {1, 2, 2, 1}},
+      // Of ranks 0 and 3 alone, and one of the two between: what ranks 1 and 2 do not see passes them by.
+      {"a document that comes again",
+       {.documents = torch::cat(
+            {torch::zeros({6}, torch::kLong), torch::ones({12}, torch::kLong), torch::zeros({6}, torch::kLong)})},
+       {1, 1, 1, 1}},
+      {"window", {.causal = true, .window = 4}, {1, 1, 1, 0}},
+      // Pieces of 3, rank 3 has the two in the middle: 0 1 2 3 3 2 1 0.
+      {"documents of two pieces, zigzag", {.documents = documents(6), .layout = zigzag}, {1, 1, 1, 1}}};
+  for (const RingBytes& one : cases) {
+    SCOPED_TRACE(one.name);
+    std::vector<int64_t> forward(kRanks, 0);
+    std::vector<int64_t> backward(kRanks, 0);
+    test::run_ranks(kRanks, [&](comm::Communicator& group) {
+      const at::Tensor q = own_input(group, 0, 4, one.options.layout.order);
+      const at::Tensor k = own_input(group, 1, 2, one.options.layout.order);
+      const at::Tensor v = own_input(group, 2, 2, one.options.layout.order);
+      bytes_sent(group);
+      const at::Tensor out = ring_attention(q, k, v, group, one.options);
+      forward[static_cast<size_t>(group.rank())] = bytes_sent(group);
+      out.sum().backward();
+      backward[static_cast<size_t>(group.rank())] = bytes_sent(group);
+    });
+    const int64_t keys_values = int64_t{2} * 2 * 2 * (kPositions / kRanks) * 4 * 4;
+    const auto total = [](const std::vector<int64_t>& values) {
+      return std::accumulate(values.begin(), values.end(), int64_t{0});
+    };
+    EXPECT_EQ(total(forward), total(one.readers) * keys_values);
+    // Keys and values once more, and their gradients, which are float32 as well.
+    EXPECT_EQ(total(backward), 2 * total(one.readers) * keys_values);
+  }
+}
+
+// Over shared memory ranks compare what they call.
+TEST(SequenceAttention, OtherDocumentsOnARankAreAnError) {
+  EXPECT_THAT(
+      [] {
+        test::run_ranks(2, [](comm::Communicator& group) {
+          const at::Tensor q = torch::ones({1, 1, 2, 4});
+          const at::Tensor documents = torch::zeros({4}, torch::kLong);
+          ring_attention(q, q, q, group, {.documents = documents + group.rank()});
+        });
+      },
+      ThrowsMessage<test::RankFailure>(HasSubstr("documents with digest")));
 }
 
 // Dropout of one rank's heads: the mean of many draws is the attention without it.
