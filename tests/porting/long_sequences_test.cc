@@ -273,6 +273,46 @@ TEST_P(PackedDocuments, OverAllRanks) {
 
 INSTANTIATE_TEST_SUITE_P(Stages, PackedDocuments, ::testing::Values(0, 3), stage_name);
 
+// The same decoder as a module that makes positions and attention by itself, and returns its loss.
+struct LanguageModelImpl : torch::nn::Module {
+  LanguageModelImpl() { decoder = register_module("decoder", Decoder()); }
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& labels) {
+    const auto attention = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+      return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
+    };
+    const at::Tensor logits = decoder->forward(tokens, torch::arange(tokens.size(1)), attention);
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), CrossEntropyFuncOptions().ignore_index(-100));
+  }
+  Decoder decoder{nullptr};
+};
+TORCH_MODULE(LanguageModel);
+
+TEST(LongSequencesModule, TrainsUnchangedOnBatchesThatAreCut) {
+  const at::Tensor batch = batch_of(0, 0);
+  const at::Tensor tokens = batch.clamp_min(0);
+  const at::Tensor labels = torch::constant_pad_nd(batch.slice(1, 1), {0, 1}, -100);
+  LanguageModel plain;
+  torch::optim::AdamW by_one(plain->parameters(), 1e-3);
+  plain->forward(tokens, labels).backward();
+  by_one.step();
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const std::shared_ptr<comm::Communicator> sequence(std::shared_ptr<void>(), &communicator);
+    LanguageModel model;
+    const auto axis = ds::parallel::make_sequence_axis(sequence, {.order = ds::parallel::SequenceOrder::kZigzag});
+    const auto split = ds::parallel::parallelize_sequence(*model, axis);
+    torch::optim::AdamW optimizer(split.leaves(), 1e-3);
+    const at::Tensor loss =
+        model->forward(ds::parallel::cut_sequence(tokens, axis), ds::parallel::cut_sequence(labels, axis));
+    loss.backward();                  // the mean over the valid tokens of all ranks, the same on each
+    split.reduce_summed_gradients();  // each rank has a part of every gradient
+    optimizer.step();
+    for (const auto& [name, leaf] : split.named_leaves) {
+      const at::Tensor difference = leaf - plain->named_parameters()[name];
+      EXPECT_LT(difference.abs().max().item<double>(), 1e-5) << name;
+    }
+  });
+}
+
 TEST(LongSequencesPage, EveryProgramOfThePageStandsInThisFile) {
   const ProgramsOfPage found = programs_of_page("docs/long_sequences.md", "tests/porting/long_sequences_test.cc");
   EXPECT_THAT(found.missing, ::testing::IsEmpty());
