@@ -99,10 +99,9 @@ void require_backward(Engine::Impl& engine, bool counted = false) {
   engine.update->settle(Update::Next::kBackward);
   engine.watch->look("backward()");
   require(engine.state.ranks.sequence_ranks() == 1 || engine.shared_batches.noted(),
-          "backward(): ", "sequence_parallel_size is ", engine.state.ranks.sequence_ranks(),
-          ": expected a batch that was cut by ",
-          "SequenceParallel::shard(), found that the program has cut none: the ranks that share a batch would each ",
-          "train on all of it");
+          "backward(): sequence_parallel_size is ", engine.state.ranks.sequence_ranks(), ": expected a batch that was ",
+          "cut by ", engine.cuts_sequences ? "SequenceParallel::shard()" : "engine->forward(model, inputs...)",
+          ", found that none was: the ranks that share a batch would each train on all of it");
 }
 
 // Returns `loss` times ScaledBackward::addend_factor().
@@ -115,8 +114,11 @@ at::Tensor whole_gradient(const Engine::Impl& engine, const at::Tensor& loss) {
 void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas,
                     std::optional<double> count = std::nullopt) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
+  // Of a batch that the engine has cut each rank has the whole loss, of one that the program has cut an addend.
+  const int sharing = engine.state.ranks.sequence_ranks();
+  const bool whole = !engine.cuts_sequences;
   if (count) {
-    engine.scaled_backward->counts().add(*count, counter.per_update());
+    engine.scaled_backward->counts().add(whole ? *count / sharing : *count, counter.per_update());
   } else {
     engine.scaled_backward->counts().note_mean();
   }
@@ -126,7 +128,8 @@ void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt
   const int64_t micro_batch = counter.done();
   engine.batches.begin(micro_batch, engine.loader.get());
   double share = scale_wrt_gas ? 1.0 / static_cast<double>(counter.per_update()) : 1.0;
-  if (!count) share *= engine.state.ranks.sequence_ranks();  // the loss of a step is a mean over data ranks
+  if (count && whole) share /= sharing;
+  if (!count && !whole) share *= sharing;  // the loss of a step is a mean over data ranks
   if (loss.defined()) {
     engine.batches.keep_loss(micro_batch, loss.detach(), share);
   } else {

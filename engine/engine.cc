@@ -6,7 +6,9 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
+#include "dsengine/sequence_attention.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -29,7 +31,12 @@ at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
   const bool casts = impl_->state.plan.cast_inputs && input.is_floating_point();
   const at::Tensor arrived = impl_->inputs->upload(impl_->parity ? impl_->parity->given(input) : input);
-  return casts ? arrived.to(at::kHalf) : arrived;
+  const at::Tensor given = casts ? arrived.to(at::kHalf) : arrived;
+  const TensorParts* const axis = impl_->state.tensor.get();
+  const int64_t dimension = impl_->config.sequence_parallel.dimension;
+  if (axis == nullptr || !axis->cuts_batches || given.dim() <= dimension || is_split(given)) return given;
+  impl_->shared_batches.note(given);
+  return parallel::cut_sequence(given, axis->split.axis, dimension);
 }
 
 void Engine::train() {

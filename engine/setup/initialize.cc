@@ -221,7 +221,8 @@ void place_module(ModelState& model, InitializeOptions& options, const config::D
   tell_of_buffers(model, /*from_file=*/files.given());
   // Before the split: parameters in parts are no leaves, which torch's optimizers refuse.
   if (options.make_optimizer) make_client(model, options, config);
-  model.tensor = split_over_tensor_axis(model.ranks, options, config, files);
+  model.tensor = model.ranks.tensor ? split_over_tensor_axis(model.ranks, options, config, files)
+                                    : cut_over_sequence_axis(model.ranks, options, config, files);
 }
 
 OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
@@ -284,7 +285,7 @@ void require_exported_dtypes(const torch::nn::Module& model, const config::DsCon
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
                  StartFiles& files) {
   require_exported_dtypes(*options.model, config);
-  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.plan.topology.tensor > 1);
+  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.tensor != nullptr);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);

@@ -151,10 +151,6 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
 }
 
 Ranks place_ranks(const Distributed& job, const InitializeOptions& options, const config::DsConfig& config) {
-  require<ConfigError>(options.cuts_sequences || config.sequence_ranks() == 1,
-                       "sequence_parallel_size: expected 1 for ", "a program that does not cut its sequences, found ",
-                       config.sequence_ranks(), "; give the model ",
-                       "pieces (dsengine/sequence_parallel.h) and pass .cuts_sequences = true, or remove the key");
   Ranks ranks;
   ranks.world = job.ranks;
   ranks.local_rank = job.local_rank;
@@ -166,6 +162,7 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   if (ranks.mesh->size(kSequence) > 1) {
     ranks.data = ranks.mesh->group({kData, kExpert});
     ranks.sequence = ranks.mesh->group(kSequence);
+    ranks.draws_alike_in_sequence = !options.cuts_sequences;
   }
   const int tensor = ranks.mesh->size(comm::MeshAxis::kTensor);
   if (tensor == 1) return ranks;

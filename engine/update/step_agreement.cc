@@ -161,7 +161,7 @@ void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
 }  // namespace
 
 AxisAgreement::AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c10::Device device)
-    : ranks_(parts.ranks), world_ranks_(parts.world_ranks) {
+    : ranks_(parts.ranks), world_ranks_(parts.world_ranks), cuts_batches_(parts.cuts_batches) {
   const CheckTime::Scope time;
   const at::Tensor own = numbers_of(facts, device);
   const at::Tensor all = at::empty({own.numel() * parts.ranks->size()}, own.options());
@@ -217,8 +217,9 @@ AxisVerdict AxisAgreement::verdict() const {
     const int a = world_ranks_.front();
     const int b = world_ranks_[rank];
     verdict.problem =
-        cat("ranks ", a, " and ", b, " of one tensor axis ", what, ". ", described(first, a), "; ", described(other, b),
-            ". Each of the ", world_ranks_.size(), " ranks of the axis has a part of the layers: they run the same ",
+        cat("ranks ", a, " and ", b, " of one ", cuts_batches_ ? "sequence" : "tensor", " axis ", what, ". ",
+            described(first, a), "; ", described(other, b), ". Each of the ", world_ranks_.size(),
+            " ranks of the axis ", "has a part of the ", cuts_batches_ ? "sequences" : "layers", ": they run the same ",
             "calls on the same batches. Give data by engine->dp_world_size() and engine->communicator().rank(), not ",
             "by all ranks, and seed generators alike");
   }

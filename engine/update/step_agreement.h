@@ -61,8 +61,9 @@ class AxisAgreement {
  private:
   std::shared_ptr<comm::Communicator> ranks_;
   std::vector<int> world_ranks_;
-  at::Tensor all_;    // int64 [ranks, places]
-  Readback numbers_;  // the same numbers on the host
+  bool cuts_batches_;  // they have pieces of batches, not parts of layers
+  at::Tensor all_;     // int64 [ranks, places]
+  Readback numbers_;   // the same numbers on the host
 };
 
 // Facts of this rank since the last step, which data-parallel ranks compare.

@@ -78,8 +78,8 @@ struct InitializeOptions {
   // Which parameters are split over the tensor axis (tensor_parallel.autotp_size, or the mesh's), equal on every rank
   // (docs/tensor_parallel.md). Ranks of the axis get the same batches.
   std::vector<parallel::SplitRule> split;
-  // Whether the program's model computes on pieces of sequences and cuts its batches (dsengine/sequence_parallel.h);
-  // needed where sequence_parallel_size is above 1, and true at 1, too, for a program that runs with both.
+  // With sequence_parallel_size: whether the program's model computes on pieces of sequences and cuts its batches
+  // (dsengine/sequence_parallel.h). False: the model is unmodified, and engine->forward(model, inputs...) cuts them.
   bool cuts_sequences = false;
   // Samples for the engine's loader: any torch::data dataset with get(size_t) -> torch::data::Example<>, mapped or not:
   // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).

@@ -25,6 +25,7 @@ struct Ranks {
   RankGroups groups;                             // groups of ranks inside `part`
   std::string tensor_crossing;                   // names two ranks of a tensor axis on different hosts; empty: none are
   bool pipe_inside_host = true;                  // with a tensor axis: every pipeline does
+  bool draws_alike_in_sequence = false;          // the engine cuts the batches of an unmodified model
   int local_rank = 0;                            // this rank's number on its host
   c10::Device device = c10::kCPU;
 
@@ -40,7 +41,8 @@ struct Ranks {
   // Returns the ranks that share a batch, each with a piece of its sequences.
   int sequence_ranks() const { return sequence ? sequence->size() : 1; }
   // Returns this rank's number among those that draw random numbers of their own. Ranks of a tensor axis draw alike.
-  int stream() const { return world->rank() / tensor_ranks(); }
+  // So do those that share a batch where LibTorch's operators draw for split tensors.
+  int stream() const { return world->rank() / (tensor_ranks() * (draws_alike_in_sequence ? sequence_ranks() : 1)); }
 };
 
 }  // namespace ds::engine

@@ -155,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return name_of(info.param); });
 
 // What a rank gives to backward() is its addend: gradients are added over a sequence and averaged over batches.
-TEST(LongSequences, LossesAreAddendsOfTheBatchs) {
+TEST(LongSequences, LossesAreAddendsOfThatOfTheBatch) {
   const auto loss_of = [](const Decoder& model, const at::Tensor& tokens, const at::Tensor& labels,
                           const at::Tensor& positions, const Attention& attention, int64_t count) {
     const at::Tensor logits = model->forward(tokens, positions, attention);
@@ -194,6 +194,92 @@ TEST(LongSequences, LossesAreAddendsOfTheBatchs) {
     EXPECT_NEAR(engine->get_global_grad_norm().value(), std::sqrt(squares), 2e-5);
   });
 }
+
+// The same decoder as a module that makes positions and attention by itself, and returns its loss.
+struct LanguageModelImpl : torch::nn::Module {
+  LanguageModelImpl() { decoder = register_module("decoder", Decoder()); }
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& labels) {
+    const auto attention = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+      return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
+    };
+    const at::Tensor logits = decoder->forward(tokens, torch::arange(tokens.size(1)), attention);
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), CrossEntropyFuncOptions().ignore_index(-100));
+  }
+  Decoder decoder{nullptr};
+};
+TORCH_MODULE(LanguageModel);
+
+TEST(LongSequencesModule, TrainsUnchangedOnBatchesThatAreCut) {
+  const at::Tensor batch = batch_of(0, 0);
+  const at::Tensor tokens = batch.clamp_min(0);
+  const at::Tensor labels = torch::constant_pad_nd(batch.slice(1, 1), {0, 1}, -100);
+  LanguageModel plain;
+  torch::optim::AdamW by_one(plain->parameters(), 1e-3);
+  plain->forward(tokens, labels).backward();
+  by_one.step();
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const std::shared_ptr<comm::Communicator> sequence(std::shared_ptr<void>(), &communicator);
+    LanguageModel model;
+    const auto axis = ds::parallel::make_sequence_axis(sequence, {.order = ds::parallel::SequenceOrder::kZigzag});
+    const auto split = ds::parallel::parallelize_sequence(*model, axis);
+    torch::optim::AdamW optimizer(split.leaves(), 1e-3);
+    const at::Tensor loss =
+        model->forward(ds::parallel::cut_sequence(tokens, axis), ds::parallel::cut_sequence(labels, axis));
+    loss.backward();                  // the mean over the valid tokens of all ranks, the same on each
+    split.reduce_summed_gradients();  // each rank has a part of every gradient
+    optimizer.step();
+    for (const auto& [name, leaf] : split.named_leaves) {
+      const at::Tensor difference = leaf - plain->named_parameters()[name];
+      EXPECT_LT(difference.abs().max().item<double>(), 1e-5) << name;
+    }
+  });
+}
+
+std::pair<at::Tensor, at::Tensor> tokens_and_labels(int step, int group) {
+  const at::Tensor batch = batch_of(step, group);
+  return {batch.clamp_min(0), torch::constant_pad_nd(batch.slice(1, 1), {0, 1}, -100)};
+}
+
+class UnmodifiedModels : public ::testing::TestWithParam<Cell> {};
+
+// engine->forward() cuts whole batches; the loss is that of the whole batch on each of its ranks.
+TEST_P(UnmodifiedModels, TrainAsOneProcess) {
+  const Cell& cell = GetParam();
+  const int groups = cell.ranks / cell.sequence;
+  LanguageModel plain;
+  torch::optim::AdamW optimizer(plain->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+  std::vector<std::vector<double>> losses(kSteps);
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    for (int group = 0; group < groups; ++group) {
+      const auto [tokens, labels] = tokens_and_labels(step, group);
+      const at::Tensor loss = plain->forward(tokens, labels);
+      (loss / groups).backward();
+      losses[static_cast<size_t>(step)].push_back(loss.item<double>());
+    }
+    optimizer.step();
+  }
+  const State expected = parameters_of(*plain);
+  test::run_ranks(cell.ranks, [&](comm::Communicator& communicator) {
+    LanguageModel model;
+    const auto engine = start(model.ptr(), config_of(cell), communicator).engine;
+    const int group = engine->communicator().rank();
+    for (int step = 0; step < kSteps; ++step) {
+      const auto [tokens, labels] = tokens_and_labels(step, group);
+      const at::Tensor loss = engine->forward(model, tokens, labels);
+      engine->backward(loss);
+      engine->step();
+      EXPECT_NEAR(loss.item<double>(), losses[static_cast<size_t>(step)][static_cast<size_t>(group)], 5e-6);
+    }
+    EXPECT_LT(largest_difference(copy_of(engine->fp32_state_dict()), expected), 1e-5);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Cells, UnmodifiedModels,
+                         ::testing::Values(Cell{.stage = 0}, Cell{.stage = 1, .attention = "ring"},
+                                           Cell{.ranks = 4, .stage = 2, .attention = "ring", .order = "zigzag"},
+                                           Cell{.ranks = 4, .sequence = 4, .stage = 3}),
+                         [](const auto& info) { return name_of(info.param); });
 
 // A checkpoint of one size goes on at another, and at a size of one.
 TEST(LongSequences, CheckpointsLoadAtAnotherSize) {
@@ -235,12 +321,19 @@ TEST(LongSequences, RanksOfABatchWithOtherDocumentsAreNamed) {
 TEST(LongSequences, WholeSequencesOnEachRankAreRefused) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     Decoder model;
-    EXPECT_THAT([&] { start(model.ptr(), config_of({}), communicator); },
-                ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr(".cuts_sequences = true")));
-    const auto engine = start_cut(model, config_of({}), communicator);
-    const at::Tensor loss = model->head(torch::ones({1, kChannels})).mean();
-    EXPECT_THAT([&] { engine->backward(loss); },
-                ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("SequenceParallel::shard()")));
+    const auto loss = [&] { return model->head(torch::ones({1, kChannels})).mean(); };
+    {
+      const auto engine = start(model.ptr(), config_of({}), communicator).engine;
+      EXPECT_THAT([&] { engine->backward(loss()); },
+                  ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("engine->forward(model, inputs...)")));
+    }
+    Decoder other;
+    const auto engine = start_cut(other, config_of({}), communicator);
+    EXPECT_THAT(
+        [&] {
+          engine->backward(other->head(torch::ones({1, kChannels})).mean());
+        },
+        ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("SequenceParallel::shard()")));
   });
 }
 
@@ -272,46 +365,6 @@ TEST_P(PackedDocuments, OverAllRanks) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, PackedDocuments, ::testing::Values(0, 3), stage_name);
-
-// The same decoder as a module that makes positions and attention by itself, and returns its loss.
-struct LanguageModelImpl : torch::nn::Module {
-  LanguageModelImpl() { decoder = register_module("decoder", Decoder()); }
-  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& labels) {
-    const auto attention = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-      return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
-    };
-    const at::Tensor logits = decoder->forward(tokens, torch::arange(tokens.size(1)), attention);
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), CrossEntropyFuncOptions().ignore_index(-100));
-  }
-  Decoder decoder{nullptr};
-};
-TORCH_MODULE(LanguageModel);
-
-TEST(LongSequencesModule, TrainsUnchangedOnBatchesThatAreCut) {
-  const at::Tensor batch = batch_of(0, 0);
-  const at::Tensor tokens = batch.clamp_min(0);
-  const at::Tensor labels = torch::constant_pad_nd(batch.slice(1, 1), {0, 1}, -100);
-  LanguageModel plain;
-  torch::optim::AdamW by_one(plain->parameters(), 1e-3);
-  plain->forward(tokens, labels).backward();
-  by_one.step();
-  test::run_ranks(2, [&](comm::Communicator& communicator) {
-    const std::shared_ptr<comm::Communicator> sequence(std::shared_ptr<void>(), &communicator);
-    LanguageModel model;
-    const auto axis = ds::parallel::make_sequence_axis(sequence, {.order = ds::parallel::SequenceOrder::kZigzag});
-    const auto split = ds::parallel::parallelize_sequence(*model, axis);
-    torch::optim::AdamW optimizer(split.leaves(), 1e-3);
-    const at::Tensor loss =
-        model->forward(ds::parallel::cut_sequence(tokens, axis), ds::parallel::cut_sequence(labels, axis));
-    loss.backward();                  // the mean over the valid tokens of all ranks, the same on each
-    split.reduce_summed_gradients();  // each rank has a part of every gradient
-    optimizer.step();
-    for (const auto& [name, leaf] : split.named_leaves) {
-      const at::Tensor difference = leaf - plain->named_parameters()[name];
-      EXPECT_LT(difference.abs().max().item<double>(), 1e-5) << name;
-    }
-  });
-}
 
 TEST(LongSequencesPage, EveryProgramOfThePageStandsInThisFile) {
   const ProgramsOfPage found = programs_of_page("docs/long_sequences.md", "tests/porting/long_sequences_test.cc");
