@@ -114,7 +114,7 @@ at::Tensor whole_gradient(const Engine::Impl& engine, const at::Tensor& loss) {
 void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas,
                     std::optional<double> count = std::nullopt) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
-  // Of a batch that the engine has cut each rank has the whole loss, of one that the program has cut an addend.
+  // Each rank has the whole loss of a batch that the engine has cut, and an addend of one that the program has cut.
   const int sharing = engine.state.ranks.sequence_ranks();
   const bool whole = !engine.cuts_sequences;
   if (count) {
