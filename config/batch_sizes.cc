@@ -61,7 +61,7 @@ std::string suggestions(const GivenBatchSizes& given, const BatchSizes& sizes, i
   return text;
 }
 
-std::string ranks_in_words(int64_t dp, int64_t sequence) {
+std::string batches_in_words(int64_t dp, int64_t sequence) {
   if (sequence == 1) return dp == 1 ? " rank" : " ranks";
   return cat(dp == 1 ? " batch" : " batches", " at a time, each shared by ", sequence,
              " ranks (sequence_parallel_size), which count once");
@@ -119,7 +119,7 @@ BatchSizes resolve_batch_sizes(const GivenBatchSizes& given, int64_t dp_world_si
           described(kTrain, given.train, sizes.train, problems), ", ",
           described(kMicro, given.micro, sizes.micro, problems), ", ",
           described(kAccumulation, given.accumulation, sizes.accumulation, problems), ", ", dp_world_size,
-          ranks_in_words(dp_world_size, given.sequence_ranks), "; ", suggestions(given, sizes, dp_world_size)));
+          batches_in_words(dp_world_size, given.sequence_ranks), "; ", suggestions(given, sizes, dp_world_size)));
   return {};
 }
 

@@ -11,7 +11,7 @@
 namespace ds::engine {
 namespace {
 
-Engine& given(const std::shared_ptr<Engine>& engine) {
+Engine& engine_of_sequences(const std::shared_ptr<Engine>& engine) {
   require(engine != nullptr, "SequenceParallel: expected the engine that initialize() returned, found null");
   return *engine;
 }
@@ -19,7 +19,7 @@ Engine& given(const std::shared_ptr<Engine>& engine) {
 }  // namespace
 
 SequenceParallel::SequenceParallel(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {
-  Engine::Impl& impl = EngineAccess::impl_of(given(engine_));
+  Engine::Impl& impl = EngineAccess::impl_of(engine_of_sequences(engine_));
   require(impl.cuts_sequences || impl.config.sequence_ranks() == 1, "SequenceParallel: expected an engine whose ",
           "program cuts its sequences: pass .cuts_sequences = true to initialize()");
   ranks_ = impl.state.ranks.mesh->group(comm::MeshAxis::kSequence);

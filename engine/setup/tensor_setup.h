@@ -18,11 +18,12 @@ namespace ds::engine {
 // tensor by tensor, or, where `files` give them, unspecified ones in memory of their own; files that lack some are
 // settled for these. Null with one rank along the axis: nothing is split. Throws ConfigError without rules, CommError
 // where ranks disagree on rules or parameters, UsageError as parallelize_module. Collective over all ranks.
+std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
+                                                    const config::DsConfig& config, StartFiles& files);
+
 // Makes every parameter a summed one of the sequence axis, on whose split tensors an unmodified model computes. Null:
 // there is no such axis, or the program cuts its sequences. Throws ConfigError for what excludes it. Collective.
 std::unique_ptr<TensorParts> cut_over_sequence_axis(const Ranks& ranks, const InitializeOptions& options,
-                                                    const config::DsConfig& config, StartFiles& files);
-std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
                                                     const config::DsConfig& config, StartFiles& files);
 
 // What a plan tells of it.

@@ -13,8 +13,8 @@
 namespace ds::engine {
 namespace {
 
-constexpr int64_t kFactor = 0x9E3779B1;  // odd: batches that have changed places differ
-constexpr int64_t kLowBits = 0xFFFFFFFF;
+constexpr int64_t kBatchFactor = 0x9E3779B1;  // odd: batches that have changed places differ
+constexpr int64_t kSharedBits = 0xFFFFFFFF;
 
 }  // namespace
 
@@ -34,8 +34,8 @@ void SharedBatches::note(const at::Tensor& whole) {
   const at::Tensor values = by_value && whole.numel() > 0
                                 ? zero::device_checksum_of(whole)
                                 : at::zeros({}, whole.options().dtype(at::kLong).layout(at::kStrided));
-  const at::Tensor own = at::bitwise_right_shift(values, 32).bitwise_xor(values).bitwise_and(kLowBits) + shape;
-  digest_ = digest_.defined() ? digest_.to(own.device()) * kFactor + own : own;
+  const at::Tensor own = at::bitwise_right_shift(values, 32).bitwise_xor(values).bitwise_and(kSharedBits) + shape;
+  digest_ = digest_.defined() ? digest_.to(own.device()) * kBatchFactor + own : own;
 }
 
 SharedDigest SharedBatches::take(const comm::Communicator* ranks, at::Device device) {
@@ -43,7 +43,7 @@ SharedDigest SharedBatches::take(const comm::Communicator* ranks, at::Device dev
   const at::NoGradGuard no_grad;
   at::Tensor value = digest_.defined() ? digest_ : at::zeros({}, at::kLong);
   digest_.reset();
-  value = value.bitwise_and(kLowBits).to(at::kDouble);
+  value = value.bitwise_and(kSharedBits).to(at::kDouble);
   return {.value = value.is_cpu() ? sent_to(device, value) : value.to(device),
           .factor = ranks->rank() == 0 ? ranks->size() - 1.0 : -1.0};
 }
