@@ -112,7 +112,7 @@ std::shared_ptr<Engine> start_cut(const Decoder& model, const nlohmann::ordered_
 }
 
 // The program of the page: a step on the batch of this rank's group.
-void train_step(const std::shared_ptr<Engine>& engine, const Decoder& model, int step) {
+void train_step(const std::shared_ptr<Engine>& engine, Decoder& model, int step) {
   const int group = engine->communicator().rank();
   engine::SequenceParallel sequence(engine);
   const auto attention = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -156,7 +156,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // What a rank gives to backward() is its addend: gradients are added over a sequence and averaged over batches.
 TEST(LongSequences, LossesAreAddendsOfThatOfTheBatch) {
-  const auto loss_of = [](const Decoder& model, const at::Tensor& tokens, const at::Tensor& labels,
+  const auto loss_of = [](Decoder& model, const at::Tensor& tokens, const at::Tensor& labels,
                           const at::Tensor& positions, const Attention& attention, int64_t count) {
     const at::Tensor logits = model->forward(tokens, positions, attention);
     return cross_entropy(logits.flatten(0, 1), labels.flatten(),
