@@ -61,6 +61,12 @@ std::string suggestions(const GivenBatchSizes& given, const BatchSizes& sizes, i
   return text;
 }
 
+std::string batches_in_words(int64_t dp, int64_t sequence) {
+  if (sequence == 1) return dp == 1 ? " rank" : " ranks";
+  return cat(dp == 1 ? " batch" : " batches", " at a time, each shared by ", sequence,
+             " ranks (sequence_parallel_size), which count once");
+}
+
 BatchSizes derive(const GivenBatchSizes& given, int64_t dp) {
   BatchSizes sizes{given.train.value_or(0), given.micro.value_or(0), given.accumulation.value_or(0)};
   if (given.train) {
@@ -106,13 +112,14 @@ BatchSizes resolve_batch_sizes(const GivenBatchSizes& given, int64_t dp_world_si
     return {};
   }
   const char* blamed = given.train ? kTrain : kMicro;
-  problems.error(cat("/", blamed),
-                 cat("expected ", kTrain, " = ", kMicro, " x ", kAccumulation, " x data-parallel ranks, found ",
-                     sizes.train, " != ", sizes.micro, " x ", sizes.accumulation, " x ", dp_world_size, " from ",
-                     described(kTrain, given.train, sizes.train, problems), ", ",
-                     described(kMicro, given.micro, sizes.micro, problems), ", ",
-                     described(kAccumulation, given.accumulation, sizes.accumulation, problems), ", ", dp_world_size,
-                     dp_world_size == 1 ? " rank; " : " ranks; ", suggestions(given, sizes, dp_world_size)));
+  problems.error(
+      cat("/", blamed),
+      cat("expected ", kTrain, " = ", kMicro, " x ", kAccumulation, " x data-parallel ranks, found ", sizes.train,
+          " != ", sizes.micro, " x ", sizes.accumulation, " x ", dp_world_size, " from ",
+          described(kTrain, given.train, sizes.train, problems), ", ",
+          described(kMicro, given.micro, sizes.micro, problems), ", ",
+          described(kAccumulation, given.accumulation, sizes.accumulation, problems), ", ", dp_world_size,
+          batches_in_words(dp_world_size, given.sequence_ranks), "; ", suggestions(given, sizes, dp_world_size)));
   return {};
 }
 

@@ -291,6 +291,12 @@ void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
   without_ranks(s.tp_overlap_comm, "tp_overlap_comm");
 }
 
+void check_sequence_parallel(const DsConfig& config, JsonProblems& problems) {
+  if (config.sequence_ranks() > 1 || !config.given("sequence_parallel")) return;
+  problems.warning("/sequence_parallel",
+                   "has no effect while one rank has whole sequences; set sequence_parallel_size");
+}
+
 void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
   const SectionsWithoutEffect& sections = without_effect_of(c);
   const auto python_only = [&problems](bool on, const char* pointer) {
@@ -328,6 +334,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_compression(config, problems);
   check_sparse_gradients(config, problems);
   check_activations(config, problems);
+  check_sequence_parallel(config, problems);
   check_checkpoint(config, problems);
   warn_of_text(config, problems);
   check_elasticity(config, problems);

@@ -30,6 +30,7 @@ void describe(JsonFields& json, WandbSection& section);
 void describe(JsonFields& json, CometSection& section);
 void describe(JsonFields& json, PipelineSection& section);
 void describe(JsonFields& json, TensorParallelSection& section);
+void describe(JsonFields& json, SequenceParallelSection& section);
 void describe(JsonFields& json, ExpertParallelSection& section);
 void describe(JsonFields& json, DataEfficiencySection& section);
 void describe(JsonFields& json, AutotuningSection& section);

@@ -106,8 +106,20 @@ int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonP
   return ranks;
 }
 
-// Chooses the number of data-parallel ranks: what a pipeline, a tensor axis and a sequence axis leave. A sequence axis
-// is refused where features are; until then the batch sizes are judged as its config means them.
+// Ranks of the sequence axis, which a key and the program's mesh may say.
+int64_t choose_sequence_ranks(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
+  const int64_t own = config.sequence_ranks();
+  if (!options.sequence_ranks) return own;
+  if (config.sequence_parallel_size && own != *options.sequence_ranks) {
+    problems.error("/sequence_parallel_size",
+                   cat("expected ", *options.sequence_ranks,
+                       ", which the axis sequence of the program's mesh says, found ", own, "; remove one of them"));
+  }
+  if (*options.sequence_ranks > 1) config.sequence_parallel_size = *options.sequence_ranks;
+  return *options.sequence_ranks;
+}
+
+// Chooses the number of data-parallel ranks: what a pipeline, a tensor axis and a sequence axis leave.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;
@@ -118,11 +130,11 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   const int64_t stages = options.pipeline_stages.value_or(given.value_or(1));
   if (options.pipeline_stages) config.pipeline.stages = stages;
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
+  const int64_t sequence = choose_sequence_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   const int64_t left = *options.world_size / stages / tensor;
   const std::string multiple = cat(fixed(static_cast<double>(stages) * static_cast<double>(tensor), 0), " ranks",
                                    stages > 1 && tensor > 1 ? " (pipeline.stages x tensor_parallel.autotp_size)" : "");
-  const int64_t sequence = std::max<int64_t>(config.sequence_parallel_size.value_or(1), 1);
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,
                                 "; start a multiple of ", multiple, ", or change the stages"));
@@ -162,6 +174,7 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
     tell_derived_batch_sizes(config);
   } else if (readable) {
     assume_micro_batch(config, options, given);
+    given.sequence_ranks = config.sequence_ranks();
     const BatchSizes sizes = resolve_batch_sizes(given, config.dp_world_size, reading.problems);
     config.train_batch_size = sizes.train;
     config.train_micro_batch_size_per_gpu = sizes.micro;

@@ -75,6 +75,12 @@ void describe(JsonFields& json, TensorParallelSection& s) {
   json.field("verify", s.verify);
 }
 
+void describe(JsonFields& json, SequenceParallelSection& s) {
+  json.choice("attention", s.attention, {"auto", "ulysses", "ring"});
+  json.choice("order", s.order, {"contiguous", "zigzag"});
+  json.field("dimension", s.dimension, at_least(0));
+}
+
 void describe(JsonFields& json, ExpertParallelSection& s) {
   json.field("enabled", s.enabled);
   json.field("autoep_size", s.autoep_size, above(0));

@@ -14,7 +14,8 @@ namespace ds::engine::config {
 // The batch sizes that the file, or an "auto", gives.
 struct GivenBatchSizes {
   std::optional<int64_t> train, micro, accumulation;
-  bool left_auto = false;  // one of them is "auto" and nobody said what it is
+  bool left_auto = false;      // one of them is "auto" and nobody said what it is
+  int64_t sequence_ranks = 1;  // ranks that share a batch and count once, for messages
 };
 
 struct BatchSizes {

@@ -27,10 +27,24 @@ const JsonFields::Names<DType>& communication_dtype_names() {
   return kNames;
 }
 
+// A bool here is Megatron-LM's key, which is another one.
+void describe_sequences(JsonFields& json, DsConfig& c) {
+  constexpr const char* kKey = "sequence_parallel";
+  const nlohmann::ordered_json* value = json.keys().peek(kKey);
+  if (value == nullptr || !value->is_boolean()) {
+    return json.section(kKey, c.sequence_parallel, describe, UnknownKeys::kRefuse);
+  }
+  json.keys().declare(kKey);
+  json.error(kKey,
+             cat("expected an object {\"attention\", \"order\", \"dimension\"} beside sequence_parallel_size, found ",
+                 shown(*value), "; the switch of Megatron-LM is tensor_parallel.sequence_parallel"));
+}
+
 void describe_run(JsonFields& json, DsConfig& c) {
   json.field("managed_gradient_accumulation", c.managed_gradient_accumulation);
   json.field("dataloader_drop_last", c.dataloader_drop_last);
   json.field("sequence_parallel_size", c.sequence_parallel_size, above(0));
+  describe_sequences(json, c);
   json.field("data_parallel_size", c.data_parallel_size, above(0));
   json.field("use_data_before_expert_parallelism", c.use_data_before_expert_parallelism);
   json.section("optimizer", c.optimizer, describe, UnknownKeys::kWarn);

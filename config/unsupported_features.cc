@@ -65,9 +65,21 @@ void collect_parallel(const DsConfig& c, Collector& out) {
   out.later(c.expert_parallel.enabled, "expert_parallel",
             "turn it off: experts train as any other parameters, partitioned by zero_optimization.stage; DeepSpeed's "
             "section finds mixtures of experts by Python classes");
-  out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size",
-            "use 1; tensor_parallel with autotp_size and sequence_parallel cuts activations along the sequence between "
-            "layers, activation_checkpointing keeps fewer of them");
+  if (c.sequence_ranks() == 1) return;
+  const auto beside = [&](bool on, const char* key, const char* instead) {
+    out.later(on, cat("sequence_parallel_size with ", key), instead);
+  };
+  beside(c.tensor_parallel.size() > 1, "tensor_parallel.autotp_size",
+         "set one of them to 1; tensor_parallel.sequence_parallel cuts activations along the sequence between layers");
+  beside(c.optimizer.compresses(), "optimizer.type",
+         "a rank's own gradients are those of a piece of its sequences, which the optimizer would take for a whole "
+         "gradient; use Adam or Lamb");
+  const DataEfficiencySection& data = c.data_efficiency;
+  beside(data.enabled && data.data_routing.enabled && data.data_routing.random_ltd.enabled,
+         "data_efficiency.data_routing.random_ltd",
+         "turn it off: it leaves out positions, of which a rank has a piece");
+  beside(c.sparse_attention.has_value(), "sparse_attention",
+         "remove it: its patterns are of whole sequences; ring_attention skips blocks that see nothing of one another");
 }
 
 void collect_compression(const DsConfig& c, Collector& out) {

@@ -38,7 +38,17 @@ void require_engines(const std::vector<std::shared_ptr<Engine>>& engines) {
   }
 }
 
-// Throws UsageError where engines divide the loss by different numbers: a pass has one factor for all its gradients.
+// Throws UsageError where engines multiply the loss by different numbers: a pass has one factor for all its gradients.
+void require_one_sequence_axis(const std::vector<Engine::Impl*>& engines) {
+  const int first = engines.front()->state.ranks.sequence_ranks();
+  for (const Engine::Impl* const engine : engines) {
+    const int own = engine->state.ranks.sequence_ranks();
+    require(own == first, "backward(loss, engines): expected one sequence_parallel_size, found ", first, " and ", own,
+            " (of ", engine->state.module->name(), "); give the configs one value");
+  }
+}
+
+// Throws UsageError where they divide it by different numbers.
 void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
   const int64_t first = engines.front()->order.micro_batches.per_update();
   for (const Engine::Impl* const engine : engines) {
@@ -88,14 +98,27 @@ void require_backward(Engine::Impl& engine, bool counted = false) {
   engine.shown->require_untouched("backward()");
   engine.update->settle(Update::Next::kBackward);
   engine.watch->look("backward()");
+  require(engine.state.ranks.sequence_ranks() == 1 || engine.shared_batches.noted(),
+          "backward(): sequence_parallel_size is ", engine.state.ranks.sequence_ranks(), ": expected a batch that was ",
+          "cut by ", engine.cuts_sequences ? "SequenceParallel::shard()" : "engine->forward(model, inputs...)",
+          ", found that none was: the ranks that share a batch would each train on all of it");
+}
+
+// Returns `loss` times ScaledBackward::addend_factor().
+at::Tensor whole_gradient(const Engine::Impl& engine, const at::Tensor& loss) {
+  const double factor = engine.scaled_backward->addend_factor();
+  return factor == 1.0 ? loss : loss * factor;
 }
 
 // `loss`: undefined where it is not known; with a count the sum, which is divided by no number of micro-batches.
 void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt_gas,
                     std::optional<double> count = std::nullopt) {
   const MicroBatchCounter& counter = engine.order.micro_batches;
+  // Each rank has the whole loss of a batch that the engine has cut, and an addend of one that the program has cut.
+  const int sharing = engine.state.ranks.sequence_ranks();
+  const bool whole = !engine.cuts_sequences;
   if (count) {
-    engine.scaled_backward->counts().add(*count, counter.per_update());
+    engine.scaled_backward->counts().add(whole ? *count / sharing : *count, counter.per_update());
   } else {
     engine.scaled_backward->counts().note_mean();
   }
@@ -104,7 +127,9 @@ void begin_backward(Engine::Impl& engine, const at::Tensor& loss, bool scale_wrt
   if (engine.parity) engine.parity->note_loss(loss);
   const int64_t micro_batch = counter.done();
   engine.batches.begin(micro_batch, engine.loader.get());
-  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(counter.per_update()) : 1.0;
+  double share = scale_wrt_gas ? 1.0 / static_cast<double>(counter.per_update()) : 1.0;
+  if (count && whole) share /= sharing;
+  if (!count && !whole) share *= sharing;  // the loss of a step is a mean over data ranks
   if (loss.defined()) {
     engine.batches.keep_loss(micro_batch, loss.detach(), share);
   } else {
@@ -147,7 +172,7 @@ at::Tensor backward_of_loss(Engine::Impl& engine, const at::Tensor& loss, bool r
   const Autocast::Pause pause(engine.state.ranks.device.type());
   begin_backward(engine, loss, scale_wrt_gas);
   const at::Tensor averaged = scale_wrt_gas ? engine.scaled_backward->averaged(loss) : loss;
-  const at::Tensor scaled = engine.scaled_backward->scaled(averaged);
+  const at::Tensor scaled = engine.scaled_backward->scaled(whole_gradient(engine, averaged));
   run_backward(engine, [&] { scaled.backward({}, retain_graph); });
   end_backward(engine);
   return averaged.detach();
@@ -193,7 +218,8 @@ void backward_of_tensor(Engine::Impl& engine, const at::Tensor& out, const at::T
   const Phases::Scope phase(engine.phases, "backward");
   const Autocast::Pause pause(engine.state.ranks.device.type());
   begin_backward(engine, {}, scale_wrt_gas);
-  const at::Tensor scaled = engine.scaled_backward->scaled(scale_wrt_gas ? engine.scaled_backward->averaged(out) : out);
+  const at::Tensor averaged = scale_wrt_gas ? engine.scaled_backward->averaged(out) : out;
+  const at::Tensor scaled = engine.scaled_backward->scaled(whole_gradient(engine, averaged));
   const at::Tensor seed = gradient.detach().to(scaled.options());
   run_backward(engine, [&] { scaled.backward(seed, retain_graph); });
   end_backward(engine);
@@ -221,6 +247,7 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
   for (const Engine::Impl* const impl : impls) impl->order.require_driver(Call::kBackward);
   require_loss(loss);
   for (Engine::Impl* const impl : impls) impl->named([&] { require_backward(*impl); });
+  require_one_sequence_axis(impls);
   if (scale_wrt_gas) require_one_accumulation(impls);
   agree_on_loss_scale(impls);
   const Phases::Scope phase(impls.front()->phases, "backward");
@@ -228,7 +255,7 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
   for (Engine::Impl* const impl : impls) begin_backward(*impl, loss, scale_wrt_gas);
   const ScaledBackward& first = *impls.front()->scaled_backward;
   const at::Tensor averaged = scale_wrt_gas ? first.averaged(loss) : loss;
-  const at::Tensor scaled = first.scaled(averaged);
+  const at::Tensor scaled = first.scaled(whole_gradient(*impls.front(), averaged));
   std::function<void()> pass = [&] { scaled.backward({}, retain_graph); };
   for (Engine::Impl* const impl : impls) {  // the first one's ends first
     // Which bucket of which engine is complete first may differ between ranks.

@@ -25,6 +25,7 @@ void require_possible(const Engine::Impl& impl) {
   require_off(plan.clip_norm == 0 && plan.clip_value == 0, "gradient_clipping", "0");
   require_off(impl.order.micro_batches.per_update() == 1, "gradient_accumulation_steps", "1");
   require_off(!plan.autocast, "torch_autocast.enabled", "false");
+  require_off(plan.topology.sequence == 1, "sequence_parallel_size", "1");
 }
 
 // The mean of the loss over all ranks.

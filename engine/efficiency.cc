@@ -97,8 +97,8 @@ std::shared_ptr<ops::SparseSelfAttention> sparse_self_attention(const std::share
 }
 
 SamplerPlace Engine::Impl::sampler_place() const {
-  return {.rank = state.ranks.part->rank(),
-          .world_size = state.ranks.part->size(),
+  return {.rank = state.ranks.data->rank(),
+          .world_size = state.ranks.data->size(),
           .tells = state.ranks.world->rank() == 0};
 }
 

@@ -6,7 +6,9 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
+#include "dsengine/sequence_attention.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -29,7 +31,12 @@ at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
   const bool casts = impl_->state.plan.cast_inputs && input.is_floating_point();
   const at::Tensor arrived = impl_->inputs->upload(impl_->parity ? impl_->parity->given(input) : input);
-  return casts ? arrived.to(at::kHalf) : arrived;
+  const at::Tensor given = casts ? arrived.to(at::kHalf) : arrived;
+  const TensorParts* const axis = impl_->state.tensor.get();
+  const int64_t dimension = impl_->config.sequence_parallel.dimension;
+  if (axis == nullptr || !axis->cuts_batches || given.dim() <= dimension || is_split(given)) return given;
+  impl_->shared_batches.note(given);
+  return parallel::cut_sequence(given, axis->split.axis, dimension);
 }
 
 void Engine::train() {
@@ -116,7 +123,7 @@ int Engine::local_rank() const { return impl_->state.ranks.local_rank; }
 
 int Engine::world_size() const { return impl_->state.ranks.world->size(); }
 
-int Engine::dp_world_size() const { return impl_->state.ranks.part->size(); }
+int Engine::dp_world_size() const { return impl_->state.ranks.data->size(); }
 
 int Engine::mp_world_size() const { return impl_->state.ranks.tensor_ranks(); }
 
@@ -135,7 +142,7 @@ const Plan& Engine::plan() const { return impl_->state.plan; }
 
 const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_->state.module; }
 
-comm::Communicator& Engine::communicator() const { return *impl_->state.ranks.part; }
+comm::Communicator& Engine::communicator() const { return *impl_->state.ranks.data; }
 
 comm::Communicator& Engine::world() const { return *impl_->state.ranks.world; }
 

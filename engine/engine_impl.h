@@ -23,6 +23,7 @@
 #include "engine/update/optimizer_step.h"
 #include "engine/update/replica_watch.h"
 #include "engine/update/scaled_backward.h"
+#include "engine/update/shared_batches.h"
 #include "engine/update/shown_gradients.h"
 #include "engine/update/step_settings.h"
 #include "engine/update/update.h"
@@ -56,6 +57,8 @@ struct Engine::Impl {
   std::shared_ptr<BatchSampler> sampler;  // the loader's, or what the program has asked for
   std::optional<TransferStream> inputs;   // what the program gives, to the device
   BatchNotes batches;                     // of the running accumulation
+  SharedBatches shared_batches;           // what the program has cut over ranks that share a batch
+  bool cuts_sequences = false;            // InitializeOptions::cuts_sequences
   AccumulationStart accumulation_start;
   int64_t accumulations = 0;  // that have begun, undone ones too
   Saves saves;

@@ -167,6 +167,8 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
   require(!run_.ends_process || !taken.exchange(true), "ds-launch parity: expected a program with one engine, found a ",
           "second one: which of them belong together is not known");
   require(state.plan.trains, "parity: expected an engine that trains, found one without an optimizer");
+  require<ConfigError>(!state.ranks.sequence, "parity: sequence_parallel_size: expected 1, found ",
+                       state.ranks.sequence_ranks(), ": the runs that are compared have whole sequences");
   const auto& norms = state.ranks.groups.norms;
   require<ConfigError>(!norms || norms->size() == 1, "parity: expected layers that see one rank's batch alone, found ",
                        "BatchNorm over ", norms ? norms->size() : 1, " ranks (ds::convert_sync_batchnorm), whose ",

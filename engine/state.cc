@@ -40,9 +40,9 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
                                                      std::optional<int> modifier_rank) {
   Impl& self = *impl_;
   self.order.require(Call::kGatheredParameters);
-  require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < dp_world_size()),
-          "gathered_parameters: modifier_rank: expected a rank from 0 to ", dp_world_size() - 1, ", found ",
-          modifier_rank.value_or(0));
+  require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < self.state.ranks.part->size()),
+          "gathered_parameters: modifier_rank: expected a rank from 0 to ", self.state.ranks.part->size() - 1,
+          ", found ", modifier_rank.value_or(0));
   const bool modifies = modifier_rank.has_value();
   self.order.scopes.require_gather(modifies);
   self.synchronize();

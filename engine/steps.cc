@@ -194,7 +194,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   const Autocast::Pause pause(state.ranks.device.type());
   step->late().read(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
   const int64_t samples =
-      order.micro_batches.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
+      order.micro_batches.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.data->size();
   const StepCounts counts = {.micro_batches = order.micro_batches.end_accumulation(),
                              .samples = samples,
                              .optimizer_steps = state.optimizer.step_count()};

@@ -125,9 +125,10 @@ Report examine(const CheckOptions& options) {
   if (options.explain) report.explained = explain_keys(report.config.text, KeyReference(key_reference_text()));
   count_parameters(options, report);
   engine::Topology topology{.world_size = options.world_size,
-                            .dp = report.config.dp_world_size,
+                            .dp = report.config.dp_world_size * report.config.sequence_ranks(),
                             .pipe = report.config.pipeline.stages.value_or(1),
-                            .tensor = report.config.tensor_parallel.size()};
+                            .tensor = report.config.tensor_parallel.size(),
+                            .sequence = report.config.sequence_ranks()};
   if (const auto machine = machine_of(options)) {
     topology.ranks_per_host = data_ranks_per_node(*machine, topology.dp, topology.tensor);
   }

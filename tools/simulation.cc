@@ -151,6 +151,9 @@ class Simulator {
 
 void Simulator::require_known() const {
   require(!question_.layers.empty(), "simulate_step: expected layers, found none");
+  require<ConfigError>(config_.sequence_ranks() == 1, "ds-tool simulate: sequence_parallel_size: expected 1, found ",
+                       config_.sequence_ranks(), ": what its ranks send of a layer is not counted here; ds-tool check ",
+                       "shows the rest");
   require<ConfigError>(!config_.gradient_compression.compresses(), "ds-tool simulate: gradient_compression.method ",
                        "makes messages of a size that is not known here; remove the section to simulate without it");
   require<ConfigError>(!config_.optimizer.compresses(), "ds-tool simulate: optimizer.type: ", config_.optimizer.type,

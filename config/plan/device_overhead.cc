@@ -12,7 +12,8 @@ int64_t groups_of(const Plan& plan) {
   int64_t groups = topology.world_size > 1;
   groups += (topology.pipe > 1) + (topology.tensor > 1);
   if (topology.pipe > 1 || topology.tensor > 1) groups += topology.dp > 1;
-  if (copies > 1) groups += (plan.shard_ranks > 1) + 1;  // shards, replicas
+  if (topology.sequence > 1 && topology.batches() > 1) groups += 2;  // else one is all ranks, the other one rank
+  if (copies > 1) groups += (plan.shard_ranks > 1) + 1;              // shards, replicas
   if (plan.gather) groups += (plan.shard_ranks > 1) + (plan.node_ranks > 1);
   return groups;
 }

@@ -34,7 +34,8 @@ void add_mesh_row(Plan& plan) {
     ranks += cat(ranks.empty() ? "" : ", ", ranks_of_axis(size, stride), " ", share);
   };
   add("pipe", topology.pipe, topology.dp * tensor, "are a pipeline");
-  add("data", topology.dp, tensor, "train the same parameters on other batches");
+  add("data", topology.batches(), tensor * topology.sequence, "train the same parameters on other batches");
+  add("sequence", topology.sequence, tensor, "share a batch");
   add("tensor", tensor, 1, "have parts of the same layers");
   if (axes < 2) return;
   plan.rows.push_back({"mesh", cat(order, ", the last innermost: ranks ", ranks), "the order of the axes is fixed"});
@@ -87,9 +88,21 @@ MessageCuts choose_message_cuts(const config::DsConfig& config, const Plan& plan
           .gradients = cuts(config.pipeline.grad_partitioned, "pipeline.grad_partitioned")};
 }
 
+void add_sequence_row(const config::DsConfig& config, Plan& plan) {
+  const int64_t ranks = plan.topology.sequence;
+  if (ranks == 1) return;
+  const config::SequenceParallelSection& section = config.sequence_parallel;
+  plan.rows.push_back(
+      {"sequences",
+       cat("cut over ", ranks, " neighbouring ranks, ", section.order, "; attention ", section.attention,
+           "; states over data and sequence together, gradients added over the sequence"),
+       cat("sequence_parallel_size: ", ranks)});
+}
+
 void add_tensor_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.tensor;
   add_mesh_row(plan);
+  add_sequence_row(config, plan);
   if (ranks == 1) return;
   plan.rows.push_back({"tensor parallel",
                        cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches; ",

@@ -28,13 +28,17 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<ConfigError>(config.tensor_parallel.size() == topology.tensor, "tensor_parallel.autotp_size: expected ",
                        topology.tensor, ", the ranks that share a layer here, found ", config.tensor_parallel.size(),
                        "; change the key, or the arrangement of the ranks");
-  require<ConfigError>(config.dp_world_size == topology.dp, "train_batch_size was resolved for ", config.dp_world_size,
-                       " data-parallel ranks, found ", topology.dp, "; parse the config for the ranks that run");
-  require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
-                       "data_parallel_size: expected ", topology.dp, ", the ranks that run, found ",
+  require<ConfigError>(config.sequence_ranks() == topology.sequence && topology.dp % topology.sequence == 0,
+                       "sequence_parallel_size: expected ", topology.sequence, ", the ranks that share a batch here, ",
+                       "found ", config.sequence_ranks(), "; change the key, or the arrangement of the ranks");
+  const int64_t batches = topology.batches();
+  require<ConfigError>(config.dp_world_size == batches, "train_batch_size was resolved for ", config.dp_world_size,
+                       " data-parallel ranks, found ", batches, "; parse the config for the ranks that run");
+  require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == batches,
+                       "data_parallel_size: expected ", batches, ", the ranks that run, found ",
                        config.data_parallel_size.value_or(0), "; remove the key or start ",
                        fixed(static_cast<double>(config.data_parallel_size.value_or(0)) *
-                                 static_cast<double>(topology.pipe * topology.tensor),
+                                 static_cast<double>(topology.pipe * topology.tensor * topology.sequence),
                              0),
                        " ranks");
   require<ConfigError>(
@@ -179,6 +183,9 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline::PipelineModule, found ", ranks,
                        "; give the model as a list of layers, or remove the ", "key");
   if (!facts.pipeline_module) return;
+  require<ConfigError>(plan.topology.sequence == 1, "sequence_parallel_size: expected 1 with a ",
+                       "pipeline::PipelineModule, whose schedule cuts no sequences, found ", plan.topology.sequence,
+                       "; give the model as one module, or remove the key");
   require<ConfigError>(!config.sparse_gradients, "sparse_gradients: true excludes a pipeline::PipelineModule, whose ",
                        "buckets follow its stages and what they share; remove it, or give the model as one module");
   const auto& listed = config.torch_autocast.lower_precision_safe_modules;
@@ -260,9 +267,11 @@ void choose_reductions(const PlanFacts& facts, Plan& plan) {
   // too much, and collectives of so many bytes have their full rate.
   constexpr int64_t kDeviceBucketBytes = int64_t{96} << 20;
   if (facts.accelerator && plan.shard_ranks > 1) plan.bucket_target_bytes = kDeviceBucketBytes;
-  // Ranks of a tensor axis wait for each other's sums inside backward, as those of stage 3 wait for gathers, and uneven
-  // parts end their buckets at different parameters. On a device the host does not wait for a reduction, and would now.
-  if (plan.gather || (plan.topology.tensor > 1 && !facts.accelerator)) plan.reduction_patience = kReductionPatience;
+  // Ranks of a tensor axis wait for each other's sums inside backward, those of a sequence for attention, as those of
+  // stage 3 wait for gathers, and uneven parts end their buckets at different parameters. On a device the host does not
+  // wait for a reduction, and would now.
+  const bool waits_in_backward = plan.topology.tensor > 1 || plan.topology.sequence > 1;
+  if (plan.gather || (waits_in_backward && !facts.accelerator)) plan.reduction_patience = kReductionPatience;
 }
 
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {

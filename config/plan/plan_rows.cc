@@ -412,13 +412,14 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   plan.rows.push_back(
       {"ranks",
        cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
-           "data parallel ", plan.topology.dp, plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "",
-           ")"),
+           "data parallel ", plan.topology.batches(),
+           plan.topology.sequence > 1 ? cat(" x sequence ", plan.topology.sequence) : "",
+           plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "", ")"),
        "the launch"});
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
-                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp,
-                           plan.topology.tensor > 1 ? " data-parallel ranks" : " ranks"),
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.batches(),
+                           plan.topology.tensor * plan.topology.sequence > 1 ? " data-parallel ranks" : " ranks"),
                        config.elastic ? "elasticity" : "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config, plan)});
   note_casts(facts, plan);

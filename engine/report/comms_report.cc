@@ -57,6 +57,7 @@ void CommsReport::observe_all_of(const Ranks& ranks) {
     group->observe_with(log_->observer_of(std::move(members)));
   };
   observe(ranks.part);
+  if (ranks.sequence) observe(ranks.sequence);
   if (ranks.tensor) observe(ranks.tensor);
   if (ranks.mesh->size(comm::MeshAxis::kPipe) > 1) observe(ranks.mesh->group(comm::MeshAxis::kPipe));
 }

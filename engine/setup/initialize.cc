@@ -161,6 +161,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options, bool one
   impl.phases.note("initialize");
   if (config.log_level) log::set_level(*config.log_level);
   if (config.comms_logger.enabled) impl.comms.emplace(config.comms_logger, *job.ranks);  // before groups are made
+  impl.cuts_sequences = options.cuts_sequences;
   model.ranks = place_ranks(job, options, config);
   if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
@@ -220,7 +221,8 @@ void place_module(ModelState& model, InitializeOptions& options, const config::D
   tell_of_buffers(model, /*from_file=*/files.given());
   // Before the split: parameters in parts are no leaves, which torch's optimizers refuse.
   if (options.make_optimizer) make_client(model, options, config);
-  model.tensor = split_over_tensor_axis(model.ranks, options, config, files);
+  model.tensor = model.ranks.tensor ? split_over_tensor_axis(model.ranks, options, config, files)
+                                    : cut_over_sequence_axis(model.ranks, options, config, files);
 }
 
 OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
@@ -283,7 +285,7 @@ void require_exported_dtypes(const torch::nn::Module& model, const config::DsCon
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
                  StartFiles& files) {
   require_exported_dtypes(*options.model, config);
-  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.plan.topology.tensor > 1);
+  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.tensor != nullptr);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
@@ -392,7 +394,7 @@ void build_steps(Engine::Impl& impl) {
                                       .loss_scaler = impl.loss_scaler,
                                       .watch = *impl.watch,
                                       .reporter = *impl.reporter,
-                                      .data = {impl.batches, impl.loader, impl.sampler},
+                                      .data = {impl.batches, impl.loader, impl.sampler, impl.shared_batches},
                                       .settings = *impl.settings,
                                       .schedule = impl.schedule,
                                       .judged_by_default = by_default,

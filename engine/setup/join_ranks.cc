@@ -38,13 +38,15 @@ pipeline::PipelineOptions given_pipeline(const InitializeOptions& options, bool 
 
 config::DsConfig parse_config(const InitializeOptions& options, int world_size, bool one_stage) {
   const pipeline::PipelineOptions given = given_pipeline(options, one_stage);
-  config::DsConfig config =
-      config::parse(options.config,
-                    {.world_size = world_size,
-                     .pipeline_stages = given.stages,
-                     .tensor_ranks = options.mesh ? std::optional<int64_t>(options.mesh->size(comm::MeshAxis::kTensor))
-                                                  : std::nullopt,
-                     .auto_values = options.auto_values});
+  config::DsConfig config = config::parse(
+      options.config,
+      {.world_size = world_size,
+       .pipeline_stages = given.stages,
+       .tensor_ranks =
+           options.mesh ? std::optional<int64_t>(options.mesh->size(comm::MeshAxis::kTensor)) : std::nullopt,
+       .sequence_ranks =
+           options.mesh ? std::optional<int64_t>(options.mesh->size(comm::MeshAxis::kSequence)) : std::nullopt,
+       .auto_values = options.auto_values});
   config::PipelineSection& section = config.pipeline;
   if (given.schedule) {
     section.schedule = *given.schedule;
@@ -57,13 +59,6 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size, 
     section.activation_checkpoint_interval = *given.activation_checkpoint_interval;
   }
   return config;
-}
-
-// Until the parts that split sequences are here.
-void require_whole_sequences(const comm::DeviceMesh& mesh) {
-  constexpr auto kAxis = comm::MeshAxis::kSequence;
-  require<ConfigError>(mesh.size(kAxis) == 1, "initialize: .mesh: axis ", comm::name_of(kAxis), ": expected 1, found ",
-                       mesh.size(kAxis), "; this version has data, pipeline and tensor parallelism only");
 }
 
 // The group that the program gives, and the device on it.
@@ -83,7 +78,6 @@ Distributed given_ranks(const InitializeOptions& options) {
                          " ranks, found cuda; name the device of this rank, or pass .distributed");
     device.set_index(0);
   }
-  if (options.mesh) require_whole_sequences(*options.mesh);
   return {.ranks = group, .local_rank = group->rank(), .device = device};
 }
 
@@ -100,7 +94,9 @@ std::shared_ptr<comm::DeviceMesh> mesh_of(const InitializeOptions& options, cons
   const auto stages = static_cast<int>(config.pipeline.stages.value_or(1));
   if (!options.mesh) {
     const auto tensor = static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size));
-    const comm::MeshLayout layout = comm::MeshLayout::fill_data({.pipe = stages, .tensor = tensor}, world->size());
+    const auto sequence = static_cast<int>(config.sequence_ranks());
+    const comm::MeshLayout layout =
+        comm::MeshLayout::fill_data({.pipe = stages, .sequence = sequence, .tensor = tensor}, world->size());
     return std::make_shared<comm::DeviceMesh>(world, layout);
   }
   require<ConfigError>(options.mesh->size(comm::MeshAxis::kPipe) == stages, "initialize: .mesh: axis pipe: expected ",
@@ -160,7 +156,14 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   ranks.local_rank = job.local_rank;
   ranks.device = job.device;
   ranks.mesh = mesh_of(options, config, ranks.world);
-  ranks.part = ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
+  using enum comm::MeshAxis;
+  ranks.part = ranks.mesh->group({kData, kExpert, kSequence});
+  ranks.data = ranks.part;
+  if (ranks.mesh->size(kSequence) > 1) {
+    ranks.data = ranks.mesh->group({kData, kExpert});
+    ranks.sequence = ranks.mesh->group(kSequence);
+    ranks.draws_alike_in_sequence = !options.cuts_sequences;
+  }
   const int tensor = ranks.mesh->size(comm::MeshAxis::kTensor);
   if (tensor == 1) return ranks;
   ranks.tensor = ranks.mesh->group(comm::MeshAxis::kTensor);
@@ -186,7 +189,8 @@ Topology topology_of(const Ranks& ranks, int ranks_per_host) {
           .dp = dp,
           .pipe = ranks.mesh->size(comm::MeshAxis::kPipe),
           .ranks_per_host = data_ranks_per_host(on_host, dp),
-          .tensor = tensor};
+          .tensor = tensor,
+          .sequence = ranks.sequence_ranks()};
 }
 
 }  // namespace ds::engine

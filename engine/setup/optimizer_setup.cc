@@ -189,7 +189,7 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
       partition && shards.size() > 1 ? zero::make_slice_exchange(shards) : zero::make_whole_exchange();
   std::shared_ptr<optimizers::SliceExchange> sums;
   std::shared_ptr<optimizers::PartExchange> parts;
-  if (model.tensor) {
+  if (model.tensor && !model.tensor->cuts_batches) {
     sums = make_part_sums(exchange, *model.tensor);
     parts = make_part_exchange(*model.tensor, model.parameters);
   }

@@ -71,6 +71,7 @@ std::string reason_of_model(const ModelState& model) {
   }
   if (plan.pipeline) return "the model is a pipeline";
   if (plan.topology.tensor > 1) return "tensor_parallel.autotp_size cuts the model";
+  if (model.tensor) return "sequence_parallel_size cuts the batches of an unmodified model";
   if (plan.topology.dp != plan.shard_ranks) return "mics_shard_size keeps several copies of the model state";
   if (plan.offload.optimizer != zero::Home::kDevice) return "offload_optimizer updates whole slices on the host";
   if (!has_plain_gradients(plan)) return "weights, gradients and what is sent have to be all float32 or all float64";

@@ -18,6 +18,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/text_lines.h"
+#include "dsengine/sequence_attention.h"
 #include "model/state/same_on_all_ranks.h"
 #include "model/state/weight_average.h"
 #include "parallel/axis/axis.h"
@@ -266,9 +267,29 @@ std::string cut_text(const ParameterSplit& split) {
   return text;
 }
 
+// What an unmodified model on pieces of its batches excludes.
+void require_unmodified_fits(const InitializeOptions& options, const config::DsConfig& config) {
+  const auto require_off = [&](bool off, const char* what, const char* instead) {
+    require<ConfigError>(off, "sequence_parallel_size: ", config.sequence_ranks(), " excludes ", what, " where the ",
+                         "engine cuts the batches of an unmodified model; ", instead,
+                         ", or let the program cut its sequences (.cuts_sequences)");
+  };
+  require_off(!options.init, "zero::Init", "build the model as it is");
+  const auto parameters = options.model->parameters();
+  require_off(std::none_of(parameters.begin(), parameters.end(), [](const auto& one) { return one.is_meta(); }),
+              "a model on the meta device", "build it on the CPU");
+  require_off(!options.optimizer && !options.make_optimizer, "an optimizer of the program",
+              "use the optimizer section of the config");
+  require_off(!config.fp8.enabled, "fp8", "turn it off");
+  require_off(!config.sparse_gradients, "sparse_gradients", "turn it off");
+  require_off(config.text.value("compression_training", nlohmann::ordered_json::object()).empty(),
+              "compression_training", "remove it");
+}
+
 }  // namespace
 
 void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts) {
+  if (parts.cuts_batches) return;
   parallel::SplitPlan plan = parts.split.plan;
   plan.insert(plan.end(), parts.elsewhere.begin(), parts.elsewhere.end());
   for (const ParameterSplit& split : plan) {
@@ -316,6 +337,37 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
         const TensorPart part(parameter.sizes().vec(), *placement.cut, axis->rank(), axis->size());
         return values.part(name, parameter, part);
       });
+  for (const auto& item : module.named_parameters()) {
+    if (is_split(item.value())) parts->parameters.push_back({item.key(), item.value(), leaf_of(item.value())});
+  }
+  return parts;
+}
+
+std::unique_ptr<TensorParts> cut_over_sequence_axis(const Ranks& ranks, const InitializeOptions& options,
+                                                    const config::DsConfig& config, StartFiles& files) {
+  if (!ranks.sequence || options.cuts_sequences) return nullptr;
+  require_unmodified_fits(options, config);
+  torch::nn::Module& module = *options.model;
+  auto parts = std::make_unique<TensorParts>();
+  parts->ranks = ranks.sequence;
+  parts->cuts_batches = true;
+  parts->world_ranks = ranks.mesh->layout().group_of(ranks.world->rank(), {comm::MeshAxis::kSequence});
+  using parallel::SequenceMethod;
+  const config::SequenceParallelSection& section = config.sequence_parallel;
+  const auto axis = parallel::make_sequence_axis(
+      ranks.sequence,
+      {.attention = section.attention == "ulysses" ? SequenceMethod::kUlysses
+                    : section.attention == "ring"  ? SequenceMethod::kRing
+                                                   : SequenceMethod::kAuto,
+       .order = section.order == "zigzag" ? parallel::SequenceOrder::kZigzag : parallel::SequenceOrder::kContiguous});
+  axis->join_ranks_of(ranks.world.get(), parts->world_ranks);
+  parts->split.axis = axis;  // now: what fails below leaves it in parameters that are split already
+  axis->tell_joins(false);   // the engine does, after the first step
+  axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
+  files.open(module, ranks);  // which knows the parameters as they are
+  parts->split = parallel::split_module(
+      module, axis, parallel::plan_module(module, {}, axis->size()),
+      [](const std::string&, const at::Tensor& parameter, const Placement&) { return parameter.detach(); });
   for (const auto& item : module.named_parameters()) {
     if (is_split(item.value())) parts->parameters.push_back({item.key(), item.value(), leaf_of(item.value())});
   }

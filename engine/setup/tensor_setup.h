@@ -21,6 +21,11 @@ namespace ds::engine {
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
                                                     const config::DsConfig& config, StartFiles& files);
 
+// Makes every parameter a summed one of the sequence axis, on whose split tensors an unmodified model computes. Null:
+// there is no such axis, or the program cuts its sequences. Throws ConfigError for what excludes it. Collective.
+std::unique_ptr<TensorParts> cut_over_sequence_axis(const Ranks& ranks, const InitializeOptions& options,
+                                                    const config::DsConfig& config, StartFiles& files);
+
 // What a plan tells of it.
 void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts);
 

@@ -250,6 +250,7 @@ StepFacts OptimizerStep::facts() {
   facts.step = deps_.progress.global_steps;
   if (data.loader) facts.delivered = data.loader->delivered();
   if (data.sampler) facts.position = digest_of(data.sampler->state());
+  facts.shared = data.shared.take(state.ranks.sequence.get(), state.ranks.device);
   facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
   facts.settings = &deps_.settings;

@@ -34,6 +34,7 @@ struct StepData {
   const BatchNotes& batches;                     // the batches of the running accumulation
   const std::shared_ptr<DataLoader>& loader;     // may be null
   const std::shared_ptr<BatchSampler>& sampler;  // draws the loader's batches, or the program's; may be null
+  SharedBatches& shared;
 };
 
 // The objects that a step works on; all of them outlive the OptimizerStep.

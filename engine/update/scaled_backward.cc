@@ -12,6 +12,10 @@ at::Tensor ScaledBackward::averaged(const at::Tensor& loss) const {
   return micro_batches == 1 ? loss : loss / static_cast<double>(micro_batches);
 }
 
+double ScaledBackward::addend_factor() const {
+  return parts_.state.plan.average_gradients ? parts_.state.ranks.sequence_ranks() : 1.0;
+}
+
 at::Tensor ScaledBackward::scaled(const at::Tensor& averaged) const {
   if (device_scale_.defined()) return averaged.to(at::kFloat) * device_scale_.to(averaged.device());
   const double scale = loss_scale();

@@ -41,6 +41,9 @@ class ScaledBackward {
 
   // Returns the loss divided by the number of micro-batches of an update.
   at::Tensor averaged(const at::Tensor& loss) const;
+  // Returns the factor of a loss that ranks which share a batch have addends of: reductions take the mean over all
+  // data ranks, and over these ranks the gradient is a sum.
+  double addend_factor() const;
   // Returns the averaged loss times the loss scale, where backward starts.
   at::Tensor scaled(const at::Tensor& averaged) const;
   // Returns the loss scale of the next passes. Waits where only the device knows it.

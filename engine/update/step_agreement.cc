@@ -137,7 +137,8 @@ struct WorldPlace {
     kBuffers = kGradientChanges + 2,
     kSettings = kBuffers + 2,
     kStates = kSettings + kDigestNumbers,
-    kGathers = kStates + kDigestNumbers  // of the first group; the others follow
+    kShared = kStates + kDigestNumbers,
+    kGathers  // of the first group; the others follow
   };
 };
 
@@ -159,7 +160,7 @@ void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
 }  // namespace
 
 AxisAgreement::AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c10::Device device)
-    : ranks_(parts.ranks), world_ranks_(parts.world_ranks) {
+    : ranks_(parts.ranks), world_ranks_(parts.world_ranks), cuts_batches_(parts.cuts_batches) {
   const CheckTime::Scope time;
   const at::Tensor own = numbers_of(facts, device);
   const at::Tensor all = at::empty({own.numel() * parts.ranks->size()}, own.options());
@@ -215,8 +216,9 @@ AxisVerdict AxisAgreement::verdict() const {
     const int a = world_ranks_.front();
     const int b = world_ranks_[rank];
     verdict.problem =
-        cat("ranks ", a, " and ", b, " of one tensor axis ", what, ". ", described(first, a), "; ", described(other, b),
-            ". Each of the ", world_ranks_.size(), " ranks of the axis has a part of the layers: they run the same ",
+        cat("ranks ", a, " and ", b, " of one ", cuts_batches_ ? "sequence" : "tensor", " axis ", what, ". ",
+            described(first, a), "; ", described(other, b), ". Each of the ", world_ranks_.size(),
+            " ranks of the axis ", "has a part of the ", cuts_batches_ ? "sequences" : "layers", ": they run the same ",
             "calls on the same batches. Give data by engine->dp_world_size() and engine->communicator().rank(), not ",
             "by all ranks, and seed generators alike");
   }
@@ -243,6 +245,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + WorldPlace::kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, WorldPlace::kLoss).copy_(facts_.loss);
+  facts_.shared.put(values_.select(0, WorldPlace::kShared));
   if (facts_.axis) put_axis(*facts_.axis, values_);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
@@ -315,13 +318,13 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
         "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
         "out");
   }
+  if (numbers[WorldPlace::kShared] != 0) explain(kOtherBatches);
   if (gathers_differ()) {
     parted = parted || updated;
     explain(
         "have run different operators at stage 3: parameters were gathered in another order, so that some were "
-        "computed "
-        "with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where they "
-        "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
+        "computed with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where "
+        "they cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
   }
   if (changes_differ) {
     explain(
@@ -387,8 +390,9 @@ bool StepAgreement::differs() const {
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](int64_t place) { return all_equal(numbers + place, ranks_.size()); };
-  return numbers[WorldPlace::kAxisProblem] > 0 || !equal(WorldPlace::kStep) || !equal(WorldPlace::kPosition) ||
-         !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) || settings_differ() || gathers_differ();
+  return numbers[WorldPlace::kAxisProblem] > 0 || numbers[WorldPlace::kShared] != 0 || !equal(WorldPlace::kStep) ||
+         !equal(WorldPlace::kPosition) || !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) ||
+         settings_differ() || gathers_differ();
 }
 
 bool StepAgreement::gathers_differ() const {
@@ -417,6 +421,7 @@ void StepAgreement::explain(const char* what) const {
   }
   own += facts_.gradient_changes == 0 ? ", gradients as reduced"
                                       : cat(", changed gradients (values ", short_text(facts_.gradient_changes), ")");
+  if (facts_.shared.value.defined()) own += cat(", cut batches ", short_text(facts_.shared.number()));
   if (facts_.gathers != 0) own += cat(", gathered parameters (order ", short_text(facts_.gathers), ")");
   const std::vector<std::string> words = comm::texts_of_ranks(own, device_, ranks_, "what ranks say of a step");
   std::string list;

@@ -15,6 +15,7 @@
 #include "core/device/readback.h"
 #include "dsengine/comm.h"
 #include "engine/update/micro_batch_digests.h"
+#include "engine/update/shared_batches.h"
 #include "engine/update/step_settings.h"
 #include "model/state/tensor_parts.h"
 
@@ -60,8 +61,9 @@ class AxisAgreement {
  private:
   std::shared_ptr<comm::Communicator> ranks_;
   std::vector<int> world_ranks_;
-  at::Tensor all_;    // int64 [ranks, places]
-  Readback numbers_;  // the same numbers on the host
+  bool cuts_batches_;  // they have pieces of batches, not parts of layers
+  at::Tensor all_;     // int64 [ranks, places]
+  Readback numbers_;   // the same numbers on the host
 };
 
 // Facts of this rank since the last step, which data-parallel ranks compare.
@@ -76,6 +78,7 @@ struct StepFacts {
   uint64_t gathers = 0;           // stage 3: digest of the parameters that were gathered, in their order
   int gather_group = 0;           // the number of this rank's group of ranks that gather from one another
   int gather_groups = 1;          // the number of such groups, all of one size
+  SharedDigest shared = {};       // of what this rank has cut of a batch that others share
   uint64_t changes = 0;           // digest of what the program did to parameters; with an axis, on all of its ranks
   std::string last_changed;       // the name of a changed parameter, for messages
   // The comparison of this rank's tensor axis, until its verdict is read; null then, and without an axis.

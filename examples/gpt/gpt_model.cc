@@ -13,6 +13,7 @@
 
 #include <dsengine/activation_checkpoint.h>
 #include <dsengine/ops.h>
+#include <dsengine/sequence_parallel.h>
 
 #include "check.h"
 
@@ -57,7 +58,8 @@ Attention::Attention(const GptConfig& config)
       qkv(register_module("qkv", std::make_shared<Linear>(config.hidden, 3 * config.hidden, true))),
       proj(register_module("proj", std::make_shared<Linear>(config.hidden, config.hidden, true))) {}
 
-at::Tensor Attention::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse) const {
+at::Tensor Attention::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse,
+                              const SequenceParallel* sequence) const {
   const int64_t batch = x.size(0);
   const int64_t time = x.size(1);
   const int64_t hidden = x.size(2);
@@ -69,9 +71,11 @@ at::Tensor Attention::forward(const at::Tensor& x, const ds::ops::SparseSelfAtte
   const at::Tensor query = split_heads(parts[0]);
   const at::Tensor key = split_heads(parts[1]);
   const at::Tensor value = split_heads(parts[2]);
-  const at::Tensor mixed = sparse != nullptr ? (*sparse)(query, key, value, {.causal = true})
-                                             : at::scaled_dot_product_attention(query, key, value, /*attn_mask=*/{},
-                                                                                /*dropout_p=*/0.0, /*is_causal=*/true);
+  const at::Tensor mixed = sequence != nullptr ? sequence->attention(query, key, value, {.causal = true})
+                           : sparse != nullptr
+                               ? (*sparse)(query, key, value, {.causal = true})
+                               : at::scaled_dot_product_attention(query, key, value, /*attn_mask=*/{},
+                                                                  /*dropout_p=*/0.0, /*is_causal=*/true);
   return proj->forward(mixed.transpose(1, 2).reshape({batch, time, hidden}));
 }
 
@@ -89,8 +93,9 @@ Block::Block(const GptConfig& config)
       ln2(register_module("ln2", std::make_shared<LayerNorm>(config.hidden))),
       mlp(register_module("mlp", std::make_shared<Mlp>(config))) {}
 
-at::Tensor Block::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse) const {
-  const at::Tensor change = attn->forward(ln1->forward(x), sparse);
+at::Tensor Block::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse,
+                          const SequenceParallel* sequence) const {
+  const at::Tensor change = attn->forward(ln1->forward(x), sparse, sequence);
   if (fused_norms) {
     const auto [normed, sum] = ds::ops::add_layer_norm(change, x, ln2->weight, ln2->bias, kLayerNormEps);
     return sum + mlp->forward(normed);
@@ -117,13 +122,12 @@ Gpt::Gpt(const GptConfig& config) : config_(config) {
   }
 }
 
-at::Tensor Gpt::last_hidden(const at::Tensor& tokens) const {
-  const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
+at::Tensor Gpt::last_hidden(const at::Tensor& tokens, const at::Tensor& positions,
+                            const SequenceParallel* sequence) const {
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
   for (int64_t i = 0; i < config_.layers; ++i) {
-    const auto forward = [block = blocks_[static_cast<size_t>(i)], sparse = drops_.attention](const at::Tensor& input) {
-      return block->forward(input, sparse.get());
-    };
+    const auto forward = [block = blocks_[static_cast<size_t>(i)], sparse = drops_.attention,
+                          sequence](const at::Tensor& input) { return block->forward(input, sparse.get(), sequence); };
     x = run_block(drops_, i, config_.layers, x, [&](const at::Tensor& input) {
       return config_.activation_checkpointing ? ds::recompute::checkpoint(forward, input) : forward(input);
     });
@@ -131,13 +135,22 @@ at::Tensor Gpt::last_hidden(const at::Tensor& tokens) const {
   return ln_f_->forward(x);
 }
 
-at::Tensor Gpt::logits(const at::Tensor& tokens) const { return at::linear(last_hidden(tokens), head_weight()); }
+at::Tensor Gpt::logits(const at::Tensor& tokens) const {
+  return at::linear(last_hidden(tokens, at::arange(tokens.size(1), tokens.options()), nullptr), head_weight());
+}
 
 at::Tensor Gpt::forward(const at::Tensor& tokens, const at::Tensor& target) const {
-  if (!config_.whole_logits) {
-    return ds::ops::linear_cross_entropy(last_hidden(tokens), head_weight(), {}, target.reshape(tokens.sizes()));
+  const at::Tensor targets = target.reshape(tokens.sizes());
+  if (sequence_) {  // equally many positions on each rank, all of which count: an addend of the mean over all
+    const at::Tensor own = last_hidden(sequence_->shard(tokens), sequence_->positions(tokens.size(1)), sequence_.get());
+    return mean_loss(own, sequence_->shard(targets)) / sequence_->size();
   }
-  const at::Tensor scores = logits(tokens).to(at::kFloat);
+  return mean_loss(last_hidden(tokens, at::arange(tokens.size(1), tokens.options()), nullptr), targets);
+}
+
+at::Tensor Gpt::mean_loss(const at::Tensor& hidden, const at::Tensor& target) const {
+  if (!config_.whole_logits) return ds::ops::linear_cross_entropy(hidden, head_weight(), {}, target);
+  const at::Tensor scores = at::linear(hidden, head_weight()).to(at::kFloat);
   return at::cross_entropy_loss(scores.view({-1, config_.vocab}), target.reshape({-1}));
 }
 

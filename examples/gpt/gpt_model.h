@@ -16,7 +16,13 @@
 
 #include "drops.h"
 
+namespace ds::engine {
+class SequenceParallel;
+}
+
 namespace gpt {
+
+using ds::engine::SequenceParallel;
 
 struct GptConfig {
   int64_t layers = 4;
@@ -58,8 +64,10 @@ struct Embedding : torch::nn::Module {
 
 struct Attention : torch::nn::Module {
   explicit Attention(const GptConfig& config);
-  // [batch, time, hidden] -> the same; without `sparse` all earlier positions are seen.
-  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr) const;
+  // [batch, time, hidden] -> the same; without `sparse` all earlier positions are seen. With `sequence` x has this
+  // rank's positions.
+  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr,
+                     const SequenceParallel* sequence = nullptr) const;
   int64_t heads;
   std::shared_ptr<Linear> qkv, proj;
 };
@@ -73,7 +81,8 @@ struct Mlp : torch::nn::Module {
 
 struct Block : torch::nn::Module {
   explicit Block(const GptConfig& config);
-  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr) const;
+  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr,
+                     const SequenceParallel* sequence = nullptr) const;
   bool fused_norms;
   std::shared_ptr<LayerNorm> ln1;
   std::shared_ptr<Attention> attn;
@@ -89,19 +98,24 @@ class Gpt : public torch::nn::Module {
   // int64 [batch, time] -> [batch, time, vocab].
   at::Tensor logits(const at::Tensor& tokens) const;
   // Mean cross entropy over all positions, float32; target has the shape of tokens. The logits are never whole, unless
-  // the config says so.
+  // the config says so. After cut_sequences() this rank's addend of it: of its own positions.
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& target) const;
 
   const GptConfig& config() const { return config_; }
   // From now on forward leaves these out.
   void leave_out(Drops drops) { drops_ = std::move(drops); }
+  // From now on forward computes on this rank's positions of the sequences that it is given; logits() on all of them.
+  void cut_sequences(std::shared_ptr<const SequenceParallel> sequence) { sequence_ = std::move(sequence); }
 
  private:
-  at::Tensor last_hidden(const at::Tensor& tokens) const;  // [batch, time, hidden], what the head takes
+  // [batch, time, hidden], what the head takes. `sequence`: tokens and positions are those of this rank.
+  at::Tensor last_hidden(const at::Tensor& tokens, const at::Tensor& positions, const SequenceParallel* sequence) const;
+  at::Tensor mean_loss(const at::Tensor& hidden, const at::Tensor& target) const;
   const at::Tensor& head_weight() const { return head_ ? head_->weight : wte_->weight; }
 
   GptConfig config_;
   Drops drops_;
+  std::shared_ptr<const SequenceParallel> sequence_;  // null: sequences are whole
   std::shared_ptr<Embedding> wte_, wpe_;
   std::vector<std::shared_ptr<Block>> blocks_;
   std::shared_ptr<LayerNorm> ln_f_;

@@ -5,6 +5,7 @@
 #include <dsengine/efficiency.h>
 #include <dsengine/engine.h>
 #include <dsengine/launch.h>
+#include <dsengine/sequence_parallel.h>
 
 #include <cstdlib>
 #include <exception>
@@ -120,9 +121,20 @@ void print_sample(ds::engine::Engine& engine, const Logits& logits, const GptOpt
   if (engine.global_rank() == 0) std::cout << "--- a sample of what it learned ---" << printable(text) << std::endl;
 }
 
+// Returns the loss of the whole sequences, of which each rank has an addend.
+at::Tensor whole_loss(const at::Tensor& loss, ds::comm::Communicator& ranks) {
+  if (ranks.size() == 1) return loss;
+  const at::Tensor whole = loss.detach().clone();
+  ranks.all_reduce(whole, ds::comm::ReduceOp::kSum, "loss of the sequences").wait();
+  return whole;
+}
+
 // Up to --steps in all; false when it ends before, to be started again.
-bool train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& options, TokenBatches& batches,
-                 RunCheckpoints& checkpoints, MetricsFile* metrics) {
+bool train_steps(const std::shared_ptr<ds::engine::Engine>& of, Gpt& model, const GptOptions& options,
+                 TokenBatches& batches, RunCheckpoints& checkpoints, MetricsFile* metrics) {
+  ds::engine::Engine& engine = *of;
+  const auto sequence = std::make_shared<const ds::engine::SequenceParallel>(of);
+  if (sequence->size() > 1) model.cut_sequences(sequence);
   TrainingLog log(engine, options, metrics);
   const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
   int64_t accumulated = 0;  // sequences of the running accumulation, over all ranks
@@ -135,7 +147,7 @@ bool train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& optio
     engine.backward(loss);
     engine.step();
     accumulated += micro_batch;
-    if (!log.after_micro_batch(loss, batch.data.size(1))) continue;
+    if (!log.after_micro_batch(whole_loss(loss, sequence->ranks()), batch.data.size(1))) continue;
     accumulated = 0;
     if (!checkpoints.after_step()) continue;
     restarts = checkpoints.restart_wanted();
@@ -161,6 +173,7 @@ int train(GptOptions options) {
   auto [engine, optimizer, loader, schedule] =
       ds::engine::initialize({.model = pipelined ? std::shared_ptr<torch::nn::Module>(layers) : model,
                               .config = options.deepspeed_config,
+                              .cuts_sequences = !pipelined,
                               .weights = pipelined ? options.init.value_or("") : "",
                               .device = options.device,
                               .auto_values = options.auto_values});
@@ -174,7 +187,7 @@ int train(GptOptions options) {
   RunCheckpoints checkpoints(*engine, options, corpus.size());
   checkpoints.load();
   const bool finished = pipelined ? train_pipeline(*engine, options, batches, checkpoints, metrics.get())
-                                  : train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
+                                  : train_steps(engine, *model, options, batches, checkpoints, metrics.get());
   if (!finished) return ds::kRestartExitCode;
   engine->synchronize_parameters();  // a delayed update may be under way
   checkpoints.finish();

@@ -146,6 +146,7 @@ struct DsConfig {
   CheckpointSection checkpoint;
   PipelineSection pipeline;
   TensorParallelSection tensor_parallel;
+  SequenceParallelSection sequence_parallel;  // ours
   ExpertParallelSection expert_parallel;
   DataEfficiencySection data_efficiency;
   AutotuningSection autotuning;
@@ -184,6 +185,8 @@ struct DsConfig {
   DType model_dtype() const {
     return fp16.enabled ? DType::kFloat16 : bf16.enabled ? DType::kBFloat16 : DType::kFloat32;
   }
+  // The ranks that share a batch: sequence_parallel_size; 1: no sequence is cut.
+  int64_t sequence_ranks() const { return std::max<int64_t>(sequence_parallel_size.value_or(1), 1); }
   // The key by which masters are in 16 bits: fp16's or bf16's ..._master_weights_and_grads. Null: they are float32.
   const char* narrow_masters() const {
     if (fp16.enabled && fp16.fp16_master_weights_and_grads) return "fp16.fp16_master_weights_and_grads";
@@ -196,10 +199,11 @@ struct DsConfig {
 struct ParseOptions {
   int64_t dp_world_size = 1;
   // The number of all ranks of the job. If given, dp_world_size is computed from it: divided by pipeline.stages and the
-  // ranks of the tensor axis.
+  // ranks of the tensor and the sequence axis.
   std::optional<int64_t> world_size;
   std::optional<int64_t> pipeline_stages;  // stages of the program; the file must agree, and "auto" becomes them
   std::optional<int64_t> tensor_ranks;     // tensor axis of the program's mesh; the file's tensor_parallel must agree
+  std::optional<int64_t> sequence_ranks;   // its sequence axis; the file's sequence_parallel_size must agree
   bool strict = false;                     // sets the key of the same name
   AutoValues auto_values;
   // For what is "auto" in the file and not in auto_values, and for a micro-batch where the file has no batch size at

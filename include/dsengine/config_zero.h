@@ -174,6 +174,14 @@ struct TensorParallelSection {
   int64_t size() const { return std::max({autotp_size, tensor_parallel.tp_size, int64_t{1}}); }
 };
 
+// sequence_parallel, own section: how batches of sequences are cut over sequence_parallel_size ranks
+// (dsengine/sequence_parallel.h).
+struct SequenceParallelSection {
+  std::string attention = "auto";    // "ulysses", "ring"; "auto": ulysses where the heads divide, else ring
+  std::string order = "contiguous";  // or "zigzag": the same causal work on every rank of a ring
+  int64_t dimension = 1;             // of a batch: its positions
+};
+
 // expert_parallel
 struct ExpertParallelSection {
   bool enabled = false;

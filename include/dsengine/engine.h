@@ -170,10 +170,10 @@ class Engine {
   const config::DsConfig& config() const;
   const Plan& plan() const;
   const std::shared_ptr<torch::nn::Module>& module() const;
-  comm::Communicator& communicator() const;  // over the data-parallel group: ranks with the same part of the model
+  comm::Communicator& communicator() const;  // over the data-parallel group: of ranks that share a batch, one each
   comm::Communicator& world() const;         // over all ranks
-  // Returns the mean over communicator() of dense tensors of one shape and dtype, on the tensor's device, detached, the
-  // same bits on all ranks; integers become float64, 16-bit floating-point numbers float32. Collective.
+  // Returns the mean over ranks with one part of the model of dense tensors of one shape and dtype, on their device,
+  // detached, the same bits on these ranks; integers become float64, 16-bit floating-point numbers float32. Collective.
   at::Tensor mean(const at::Tensor& tensor) const;
   // Returns on all ranks whether any rank has given true, as to stop training early. Collective over world().
   bool agree(bool flag) const;

@@ -78,6 +78,9 @@ struct InitializeOptions {
   // Which parameters are split over the tensor axis (tensor_parallel.autotp_size, or the mesh's), equal on every rank
   // (docs/tensor_parallel.md). Ranks of the axis get the same batches.
   std::vector<parallel::SplitRule> split;
+  // With sequence_parallel_size: whether the program's model computes on pieces of sequences and cuts its batches
+  // (dsengine/sequence_parallel.h). False: the model is unmodified, and engine->forward(model, inputs...) cuts them.
+  bool cuts_sequences = false;
   // Samples for the engine's loader: any torch::data dataset with get(size_t) -> torch::data::Example<>, mapped or not:
   // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).
   TrainingData training_data;
@@ -108,8 +111,8 @@ struct InitializeOptions {
   // The ranks of the job, as an existing group (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
   // The ranks of the job, as a grid. Its axis "pipe" must equal pipeline.stages (1 where neither config nor
-  // PipelineOptions has it), its axis "tensor" tensor_parallel.autotp_size where the config has that; an axis
-  // "sequence" longer than one is refused.
+  // PipelineOptions has it), its axes "tensor" and "sequence" tensor_parallel.autotp_size and sequence_parallel_size
+  // where the config has these.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "auto", "cpu", "cuda" or "cuda:N"; the model is moved there. "auto": cuda where a GPU is visible to this process,
   // else cpu; ConfigError where a GPU is visible and cannot be used. Empty: the device of `distributed`; "cpu" with

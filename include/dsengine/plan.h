@@ -20,13 +20,17 @@ namespace ds::engine {
 using config::DType;
 
 // The number of ranks along each axis: world_size = pipe x dp x tensor. Ranks of a tensor axis are side by side, then
-// data-parallel ones.
+// those of a sequence axis, then data-parallel ones.
 struct Topology {
   int64_t world_size = 1;
-  int64_t dp = 1;
+  int64_t dp = 1;              // ranks that have the same part of the model and share its states
   int64_t pipe = 1;            // ranks of a pipeline
   int64_t ranks_per_host = 1;  // data-parallel ones, where every host has as many, consecutive ones; else 1
   int64_t tensor = 1;          // ranks that have parts of the same parameters
+  int64_t sequence = 1;        // of the dp ranks: so many neighbours share a batch, each with a piece of its sequences
+
+  // Returns the number of batches that ranks train on side by side.
+  int64_t batches() const { return dp / sequence; }
 };
 
 // The scale of the loss: none, a constant, or one that follows overflows.

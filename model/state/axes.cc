@@ -35,6 +35,16 @@ Axis tensor_axis(const ModelState& state) {
   return axis;
 }
 
+// Ranks of Ranks::part have all squares already, and add up the partial sums of gradients.
+Axis sequence_axis(const ModelState& state) {
+  return {.name = comm::MeshAxis::kSequence,
+          .squares = {},
+          .local_squares = {},
+          .sums = {},
+          .counts = {},
+          .same_data = state.tensor.get()};
+}
+
 // Weights that several stages use have the gradients of all of them; each of their ranks has the same slice. The sums
 // are in the order of the list of tied weights, which all stages have: that of the buckets is another one where a stage
 // uses them in another order.
@@ -57,7 +67,9 @@ Axis pipe_axis(const ModelState& state) {
 std::unique_ptr<Axes> make_axes(const ModelState& state) {
   auto axes = std::make_unique<Axes>();
   axes->list.push_back(data_axis(state));
-  if (state.tensor) axes->list.push_back(tensor_axis(state));
+  if (state.tensor) {
+    axes->list.push_back(state.tensor->cuts_batches ? sequence_axis(state) : tensor_axis(state));
+  }
   if (state.pipeline) axes->list.push_back(pipe_axis(state));
   return axes;
 }

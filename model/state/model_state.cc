@@ -14,8 +14,9 @@ zero::BucketGroups ModelState::groups_of(size_t /*bucket*/) const {
 std::vector<comm::Communicator*> ModelState::all_groups() const {
   const RankGroups& groups = ranks.groups;
   std::vector<comm::Communicator*> all = {ranks.world.get()};
-  std::vector<std::shared_ptr<comm::Communicator>> others = {
-      ranks.part, groups.shards, groups.replicas, groups.parameters, groups.node, groups.norms, groups.buffers};
+  std::vector<std::shared_ptr<comm::Communicator>> others = {ranks.part,    ranks.data,      ranks.sequence,
+                                                             groups.shards, groups.replicas, groups.parameters,
+                                                             groups.node,   groups.norms,    groups.buffers};
   if (tensor) others.push_back(tensor->ranks);
   if (pipeline) {
     others.push_back(pipeline->ranks);

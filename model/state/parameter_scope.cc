@@ -143,6 +143,7 @@ void SplitScope::share_bucket(size_t bucket, const at::Tensor& flat) {
 }
 
 void SplitScope::share_other(const at::Tensor& values) {
+  if (state_.tensor->cuts_batches) return;  // the buckets' own exchange reaches the ranks of the axis, too
   if (values.numel() > 0) state_.tensor->ranks->broadcast(values, 0, "changed parameters").wait();
 }
 

@@ -1,5 +1,6 @@
-// The tensor axis of an engine whose model is split over one (docs/tensor_parallel.md): its ranks, and the leaves,
-// which alone the engine trains. The module keeps its parameters, which have no memory then.
+// The tensor axis of an engine whose model is split over one (docs/tensor_parallel.md), or the sequence axis of one
+// that cuts the batches of an unmodified model (docs/long_sequences.md): its ranks, and the leaves, which alone it
+// trains. The module keeps its parameters, which have no memory then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -74,6 +75,9 @@ struct TensorParts {
   std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
   // tensor_parallel.sequence_parallel: each rank has a partial sum of the gradients of whole parameters.
   bool sums_wholes = false;
+  // sequence_parallel_size: no parameter is cut. The ranks of the axis have pieces of the same batches, and partial
+  // sums of gradients, which the reduction over Ranks::part adds up.
+  bool cuts_batches = false;
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes
 

@@ -60,6 +60,9 @@ TEST(BatchSizes, ASequenceAxisIsNoPartOfTheBatch) {
   EXPECT_EQ(parse_text(text, {.world_size = 4}).dp_world_size, 2);
   EXPECT_THAT(refusal_of(text, {.world_size = 5}),
               AllOf(HasSubstr("sequence_parallel_size: expected a divisor of the 5 ranks"), HasSubstr("found 2")));
+  EXPECT_THAT(refusal_of("{train_batch_size: 7, train_micro_batch_size_per_gpu: 4, sequence_parallel_size: 2}",
+                         {.world_size = 4}),
+              AllOf(HasSubstr("found 7 != 4 x 0 x 2"), HasSubstr("each shared by 2 ranks (sequence_parallel_size)")));
 }
 
 TEST(BatchSizes, ZeroNegativeAndHugeAreRefused) {

@@ -25,8 +25,13 @@ TEST(ShippedConfigs, ParseAndRunOnTwoRanks) {
     EXPECT_TRUE(unsupported_features(config).empty()) << entry.path();
     const int64_t stages = config.pipeline.stages.value_or(1);
     const int64_t tensor = config.tensor_parallel.size();
+    const int64_t sequence = config.sequence_ranks();
     EXPECT_NO_THROW(engine::make_plan(config,
-                                      {.world_size = 2 * stages * tensor, .dp = 2, .pipe = stages, .tensor = tensor},
+                                      {.world_size = 2 * stages * tensor * sequence,
+                                       .dp = 2 * sequence,
+                                       .pipe = stages,
+                                       .tensor = tensor,
+                                       .sequence = sequence},
                                       {.pipeline_module = stages > 1}))
         << entry.path();
     const std::string name = entry.path().filename().string();

@@ -112,6 +112,31 @@ TEST(TensorParallelSection, KeysOfNoEffectAreTold) {
               HasSubstr("tensor_parallel.injection_policy_tuple"));
 }
 
+TEST(SequenceParallelSection, ABoolIsMegatronsKey) {
+  const DsConfig config = parse_text(
+      "{sequence_parallel_size: 2, sequence_parallel: {attention: 'ring', order: 'zigzag'}}", {.world_size = 4});
+  EXPECT_EQ(config.sequence_ranks(), 2);
+  EXPECT_EQ(config.sequence_parallel.attention, "ring");
+  EXPECT_THAT(refusal_of("{sequence_parallel_size: 2, sequence_parallel: true}"),
+              AllOf(HasSubstr("sequence_parallel: expected an object"), HasSubstr("found true"),
+                    HasSubstr("tensor_parallel.sequence_parallel")));
+  EXPECT_THAT(refusal_of("{sequence_parallel: {order: 'headtail'}}"), HasSubstr("sequence_parallel.order"));
+  EXPECT_THAT(refusal_of("{sequence_parallel_size: 2}", {.world_size = 4, .sequence_ranks = 4}),
+              AllOf(HasSubstr("expected 4"), HasSubstr("axis sequence of the program's mesh")));
+  EXPECT_THAT(warnings_of("{sequence_parallel: {attention: 'ring'}}"), HasSubstr("set sequence_parallel_size"));
+}
+
+TEST(SequenceParallelPlan, HasTheAxisAndSharesStatesOverDataAndSequence) {
+  const DsConfig config = parse_text("{sequence_parallel_size: 2, zero_optimization: {stage: 2}}", {.world_size = 8});
+  const Plan plan = make_plan(config, {.world_size = 8, .dp = 8, .sequence = 2}, {.parameters = 8000});
+  EXPECT_EQ(plan.shard_ranks, 8);
+  EXPECT_EQ(plan.topology.batches(), 4);
+  EXPECT_THAT(to_table(plan), AllOf(HasSubstr("8 (data parallel 4 x sequence 2)"), HasSubstr("4 data-parallel ranks"),
+                                    HasSubstr("data 4 x sequence 2"), HasSubstr("sequence_parallel_size: 2")));
+  EXPECT_THROW(make_plan(config, {.world_size = 8, .dp = 8}, {}), ConfigError);
+  EXPECT_THROW(make_plan(config, {.world_size = 8, .dp = 8, .sequence = 2}, {.pipeline_module = true}), ConfigError);
+}
+
 TEST(TensorParallelPlan, HasTheAxisAndItsRows) {
   const DsConfig config =
       parse_text("{tensor_parallel: {autotp_size: 4, sequence_parallel: true, verify: true}}", {.world_size = 8});

@@ -22,7 +22,11 @@ const Refused kRefused[] = {
     {"{scheduler: {type: 'LambdaLR'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},
-    {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
+    {"{sequence_parallel_size: 2, tensor_parallel: {autotp_size: 2}}",
+     "sequence_parallel_size with tensor_parallel.autotp_size"},
+    {"{sequence_parallel_size: 2, optimizer: {type: 'OneBitAdam', params: {lr: 0.1}}}",
+     "sequence_parallel_size with optimizer.type"},
+    {"{sequence_parallel_size: 2, sparse_attention: {}}", "sequence_parallel_size with sparse_attention"},
     {"{fp8: {enabled: true}, compression_training: {row_pruning: {shared_parameters: {enabled: true}, "
      "different_groups: {g: {params: {dense_ratio: 0.5}, modules: ['*']}}}}}",
      "fp8 with compression_training"},

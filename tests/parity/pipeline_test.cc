@@ -88,6 +88,7 @@ TEST(GptAxes, EndsWithASampleOnEachAxis) {
   expect_sample({{"zero_optimization", {{"stage", 3}}}}, "");
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}}}}, "");
   expect_sample({{"tensor_parallel", {{"autotp_size", 2}, {"sequence_parallel", true}}}}, "--tie_embeddings");
+  expect_sample({{"sequence_parallel_size", 2}}, "");
   expect_sample(nlohmann::json::object(), "--pipeline_stages 2");
   // The file alone says that the model is a pipeline.
   nlohmann::json both = {{"pipeline", {{"stages", 2}}}, {"gradient_accumulation_steps", 2}};
@@ -95,6 +96,14 @@ TEST(GptAxes, EndsWithASampleOnEachAxis) {
   both["tensor_parallel"] = {{"autotp_size", 2}};
   expect_sample(both, "", 4);
   expect_sample(both, "--tie_embeddings", 4);
+}
+
+// Two ranks share each batch. Its loss, which the metrics show, is that of whole sequences.
+TEST(GptAxes, SequencesOverRanksTrainAsOneProcess) {
+  GptJob cut{.config = config_of(2, 4), .ranks = 2, .steps = kSteps};
+  cut.config["sequence_parallel_size"] = 2;
+  cut.config["sequence_parallel"] = {{"attention", "ring"}, {"order", "zigzag"}};
+  expect_near(run_gpt(cut), run_gpt({.config = config_of(0, 4), .steps = kSteps}));
 }
 
 TEST(GptAxes, WhatWantsAllWeightsIsRefusedOnAPipelineOfTheFileToo) {
