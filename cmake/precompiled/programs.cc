@@ -1,1 +1,2 @@
-// Nothing: CMake attaches the precompiled header of the examples to a target that has a source.
+// Nothing: CMake attaches a precompiled header, of the examples and of tests without LibTorch, to a target that has a
+// source.

@@ -7,6 +7,8 @@
 #include <future>
 #include <vector>
 
+#include "tests/support/grid.h"
+
 namespace ds::test {
 namespace {
 
@@ -37,6 +39,8 @@ void compare(const std::vector<nlohmann::json>& steps, const CurveValues& wanted
 }
 
 }  // namespace
+
+int compared_steps() { return whole_grid_wanted() ? 50 : 12; }
 
 GptResult expect_curve(const GptJob& job, const Curve& curve) {
   std::future<const CurveValues&> wanted =

@@ -6,6 +6,10 @@
 
 namespace ds::test {
 
+// The steps that a job of float32 is compared over, unless a test says otherwise: 50 of the whole grid. A sample has
+// twelve, for what trains otherwise than torch differs in the first steps, and 50 in a test of each stage.
+int compared_steps();
+
 // Runs the job as run_gpt() does, and compares its steps with those of torch_curve(), which is computed meanwhile. In
 // float32 every loss may differ by 5e-6, every gradient norm by 2e-5 of itself. In 16 bits norms may differ by 4 %:
 // they depend on where gradients are rounded, and that is what DeepSpeed's bf16 stages show. Losses may by 2e-3 in the

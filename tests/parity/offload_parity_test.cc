@@ -61,7 +61,7 @@ void expect_agreement(const OffloadJob& job) {
   if (job.precision != "fp32") config[job.precision] = {{"enabled", true}};
   if (job.precision == "fp16") config["fp16"]["loss_scale"] = 256;
   // 16 bits are slow on a CPU that does not compute in them.
-  const int steps = job.precision == "fp32" ? 50 : 12;
+  const int steps = job.precision == "fp32" ? compared_steps() : 12;
   expect_curve({.config = config, .ranks = job.ranks, .steps = steps}, job.curve());
 }
 

@@ -18,6 +18,7 @@
 #include "profiling/comms_log.h"
 #include "profiling/tensor_memory.h"
 #include "tests/pipeline/split_job.h"
+#include "tests/support/grid.h"
 #include "zero/partition.h"
 
 namespace ds::pipeline {
@@ -248,11 +249,9 @@ void expect_predicted_memory(const SplitJob& job) {
 }
 
 TEST(PipelineTensorMemory, BetweenStepsARankHoldsWhatIsPredicted) {
-  for (const int stage : {0, 1, 2, 3}) {
-    for (const int data : {1, 2}) {
-      SCOPED_TRACE(cat("stage ", stage, ", data ", data));
-      expect_predicted_memory({.data = data, .stage = stage});
-    }
+  for (const auto& [stage, data] : test::grid_sample(1, std::vector{3, 0, 1, 2}, std::vector{2, 1})) {
+    SCOPED_TRACE(cat("stage ", stage, ", data ", data));
+    expect_predicted_memory({.data = data, .stage = stage});
   }
   SCOPED_TRACE("stage 2, data 2, bf16");
   expect_predicted_memory({.data = 2, .stage = 2, .more = {{"bf16", {{"enabled", true}}}}});

@@ -110,11 +110,10 @@ std::string name_of_cell(const testing::TestParamInfo<Cell>& info) {
          std::to_string(data_ranks) + (tied ? "_Tied" : "");
 }
 
-// 336 cells. The sample of 84 has every schedule on every number of stages with every ZeRO stage, and every other three
-// settings together.
+// 336 cells. The sample of 28 has every schedule with every ZeRO stage, and every other two settings together.
 std::vector<Cell> cells() {
   const std::vector<std::string> schedules{"gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipev"};
-  return test::grid_sample(3, schedules, std::vector<int>{2, 3, 4}, std::vector<int>{0, 1, 2, 3},
+  return test::grid_sample(2, schedules, std::vector<int>{2, 3, 4}, std::vector<int>{0, 1, 2, 3},
                            std::vector<int>{1, 2}, std::vector<bool>{false, true});
 }
 

@@ -102,6 +102,8 @@ bool whole_grid_wanted() {
   return piece && piece->count == 1;
 }
 
+bool sample_wanted() { return !piece_of_environment(); }
+
 std::vector<GridCell> wanted_cells(const std::vector<size_t>& sizes, size_t strength) {
   const std::optional<Piece> piece = piece_of_environment();
   if (!piece) return covering_cells(sizes, strength);

@@ -30,6 +30,9 @@ std::vector<GridCell> wanted_cells(const std::vector<size_t>& sizes, size_t stre
 // Whether DS_TEST_GRID is "all". Throws as wanted_cells().
 bool whole_grid_wanted();
 
+// Whether DS_TEST_GRID asks for nothing, so that the sample is run. Throws as wanted_cells().
+bool sample_wanted();
+
 // The cells to run, as values. `strength`: of the sample.
 template <class... Values>
 std::vector<std::tuple<Values...>> grid_sample(size_t strength, const std::vector<Values>&... axes) {

@@ -77,8 +77,10 @@ TEST_F(GridWish, DecidesBetweenSampleAndGrid) {
   const std::vector<int> numbers{1, 2};
   const std::vector<bool> flags{false, true};
   setenv("DS_TEST_GRID", "", 1);
+  EXPECT_TRUE(sample_wanted());
   EXPECT_EQ(grid_sample(2, letters, numbers, flags).size(), 6U);
   setenv("DS_TEST_GRID", "all", 1);
+  EXPECT_FALSE(sample_wanted());
   EXPECT_EQ(grid_sample(2, letters, numbers, flags).size(), 12U);
   EXPECT_EQ(grid_sample(2, letters, numbers, flags)[1], std::tuple("a", 1, true));
 }
@@ -89,6 +91,7 @@ TEST_F(GridWish, PiecesAreTheWholeGridTogether) {
   for (const char* piece : {"0/5", "1/5", "2/5", "3/5", "4/5"}) {
     setenv("DS_TEST_GRID", piece, 1);
     EXPECT_FALSE(whole_grid_wanted());
+    EXPECT_FALSE(sample_wanted());
     const std::vector<GridCell> part = wanted_cells({3, 2, 2}, 2);
     EXPECT_LE(part.size(), 3U) << piece;
     cells.insert(part.begin(), part.end());

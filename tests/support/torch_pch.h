@@ -1,6 +1,5 @@
-// Precompiled for all tests that use LibTorch.
+// Precompiled for all tests that use LibTorch. It only saves time; every source includes what it uses.
 #pragma once
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include <tests/support/plain_pch.h>
 #include <torch/torch.h>

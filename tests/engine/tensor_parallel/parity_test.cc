@@ -14,6 +14,10 @@
 namespace ds::engine {
 namespace {
 
+// A sample cuts most curves short.
+constexpr int kWholeCurve = 50;
+int steps_of_a_curve() { return test::whole_grid_wanted() ? kWholeCurve : 12; }
+
 enum class Way { kPlain, kSequences, kRecomputation };
 
 const char* name_of(Way way) {
@@ -33,7 +37,7 @@ TEST(TensorParallelEngine, TrainsAsPlainTorch) {
     GptRun run{.tensor = tensor, .data = data, .stage = stage, .model = small_gpt(tied)};
     if (way == Way::kSequences) run.more["tensor_parallel"]["sequence_parallel"] = true;
     run.model.activation_checkpointing = way == Way::kRecomputation;
-    if (whole_grid) run.steps = 50;
+    if (whole_grid) run.steps = kWholeCurve;
     run.float64 = whole_grid && tied;
     expect_same_as_plain(run, run.float64 ? 1e-11 : 5e-6, run.float64 ? 1e-10 : 2e-5);
   }
@@ -41,23 +45,24 @@ TEST(TensorParallelEngine, TrainsAsPlainTorch) {
 
 TEST(TensorParallelEngine, TiedModelsInFloat64AreTheSame) {
   for (const bool sequences : {false, true}) {
-    GptRun run{.tensor = 2, .data = 1, .stage = 1, .steps = 50, .model = small_gpt(true), .float64 = true};
+    GptRun run{
+        .tensor = 2, .data = 1, .stage = 1, .steps = steps_of_a_curve(), .model = small_gpt(true), .float64 = true};
     run.more["tensor_parallel"]["sequence_parallel"] = sequences;
     expect_same_as_plain(run, 1e-11, 1e-10);
   }
 }
 
 TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftySteps) {
-  expect_same_as_plain({.tensor = 2, .data = 2, .stage = 3, .steps = 50});
-  expect_same_as_plain({.tensor = 4, .data = 1, .stage = 0, .steps = 50, .model = small_gpt(true)});
+  expect_same_as_plain({.tensor = 2, .data = 2, .stage = 3, .steps = kWholeCurve});
+  expect_same_as_plain({.tensor = 4, .data = 1, .stage = 0, .steps = kWholeCurve, .model = small_gpt(true)});
 }
 
-// Parts of sequences; layers that are computed again; both.
-TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftyStepsInOtherWaysToo) {
+// Parts of sequences; layers that are computed again; both. The whole grid makes 50 steps of each.
+TEST(TensorParallelEngine, TrainsAsPlainTorchInOtherWaysToo) {
   for (const auto& [sequences, regions] : {std::pair{true, false}, {false, true}, {true, true}}) {
     SCOPED_TRACE(testing::Message() << "sequences " << sequences << ", regions " << regions);
     for (const int tensor : {2, 4}) {
-      GptRun run{.tensor = tensor, .data = 4 / tensor, .stage = tensor == 2 ? 3 : 1, .steps = 50};
+      GptRun run{.tensor = tensor, .data = 4 / tensor, .stage = tensor == 2 ? 3 : 1, .steps = steps_of_a_curve()};
       run.model = small_gpt(/*tied=*/regions);
       run.model.activation_checkpointing = regions;
       run.more["tensor_parallel"]["sequence_parallel"] = sequences;

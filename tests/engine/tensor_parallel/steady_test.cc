@@ -1,4 +1,5 @@
-// A thousand steps take what a hundred do: memory of tensors, of the process, and descriptors.
+// A thousand steps take what a hundred do: memory of tensors, of the process, and descriptors. A sample makes 400
+// steps.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 
 #include "profiling/tensor_memory.h"
 #include "tests/engine/tensor_parallel/split_training.h"
+#include "tests/support/grid.h"
 
 namespace ds::engine {
 namespace {
@@ -60,18 +62,18 @@ void expect_steady(GptRun run) {
       return taken;
     };
     const Taken early = take(100);
-    const Taken late = take(1000);
+    const Taken late = take(test::whole_grid_wanted() ? 1000 : 400);
     EXPECT_GT(early.tensors, 0);
     EXPECT_EQ(late.tensors, early.tensors);
     EXPECT_EQ(late.peak, early.peak);
     EXPECT_EQ(late.descriptors, early.descriptors);
-    EXPECT_LT(late.resident, early.resident + (int64_t{1} << 20)) << "more than 1 KB in each step";
+    EXPECT_LT(late.resident, early.resident + (int64_t{1} << 20)) << "more than 1 KB in each step of a thousand";
   });
 }
 
-TEST(TensorParallelSteady, AThousandSteps) { expect_steady({.stage = 1}); }
+TEST(TensorParallelSteady, ManySteps) { expect_steady({.stage = 1}); }
 
-TEST(TensorParallelSteady, AThousandStepsOfSummedParametersInRegions) {
+TEST(TensorParallelSteady, ManyStepsOfSummedParametersInRegions) {
   GptRun run{.stage = 3};
   run.more["tensor_parallel"] = {{"sequence_parallel", true}, {"tp_overlap_comm", true}};
   run.more["activation_checkpointing"] = {{"partition_activations", true}};

@@ -11,6 +11,7 @@
 #include "dsengine/engine.h"
 #include "tests/model/offloaded/super_offload_run.h"
 #include "tests/model/small_run.h"
+#include "tests/support/grid.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -27,14 +28,13 @@ struct SuperOffloadCell {
   std::string precision;
 };
 
+// 54 cells. The sample has every two settings together.
 std::vector<SuperOffloadCell> super_offload_cells() {
   std::vector<SuperOffloadCell> cells;
-  for (const int stage : {1, 2, 3}) {
-    for (const int world : {1, 2, 3}) {
-      for (const int accumulation : {1, 3}) {
-        for (const char* precision : {"fp32", "bf16", "fp16"}) cells.push_back({stage, world, accumulation, precision});
-      }
-    }
+  for (const auto& [stage, world, accumulation, precision] :
+       test::grid_sample(2, std::vector{1, 2, 3}, std::vector{1, 2, 3}, std::vector{1, 3},
+                         std::vector<std::string>{"fp32", "bf16", "fp16"})) {
+    cells.push_back({stage, world, accumulation, precision});
   }
   return cells;
 }
