@@ -17,7 +17,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <vector>
 
