@@ -6,6 +6,7 @@
 // With enough workers, a step longer than batch * sample_ms / workers does not wait but for the first batch. Printed:
 // the time of the steps and of waits, the waits' share with and without the first batch, and whether the batches are
 // those that a loader without workers gives of the same samples.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/rand.h>

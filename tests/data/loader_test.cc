@@ -321,8 +321,9 @@ TEST(Loader, NamesTheSamplesThatMakeNoBatchAndTakesACollateFunction) {
   Loader padded(Ragged(), options, [](const std::vector<at::Tensor>& samples) {
     return std::pair(torch::nn::utils::rnn::pad_sequence(samples, /*batch_first=*/true), samples.size());
   });
-  EXPECT_EQ(padded.begin()->first.sizes(), (std::vector<int64_t>{3, 3}));
-  EXPECT_EQ(padded.begin()->second, 3U) << "the next epoch";
+  const auto batch = padded.begin();
+  EXPECT_EQ(batch->first.sizes(), (std::vector<int64_t>{3, 3}));
+  EXPECT_EQ(batch->second, 3U);
 }
 
 TEST(Loader, RanksShareAnEpochOfOwnOrdersAndBatches) {
