@@ -1,9 +1,9 @@
 // Batches on their way from the thread that reads them to the device.
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
@@ -58,18 +58,18 @@ at::Tensor Delivery::deliver(const at::Tensor& staged) {
   if (!staged.defined() || parts_->device.is_cpu()) return staged;
   if (!is_plain(staged)) return parts_->copies.upload(staged);
   const at::NoGradGuard no_grad;
-  const at::Tensor from = staged.contiguous();
-  at::Tensor to;
-  TransferStream::Mark arrived;
+  const c10::impl::VirtualGuardImpl impl(parts_->device.type());
+  const c10::Stream current = impl.getStream(parts_->device);
+  at::Tensor result;
+  c10::Event arrived(parts_->device.type());
   {
     const auto guard = parts_->copies.as_current();  // the memory belongs to the copies, and waits for nothing else
-    to = at::empty(from.sizes(), from.options().device(parts_->device).pinned_memory(false));
-    arrived = parts_->copies.copy_of_kept(to, from);
+    result = staged.to(parts_->device, /*non_blocking=*/true);
+    arrived.record(impl.getStream(parts_->device));
   }
-  parts_->copies.wait_on_device(arrived);
-  const c10::impl::VirtualGuardImpl impl(parts_->device.type());
-  impl.recordDataPtrOnStream(to.storage().data_ptr(), impl.getStream(parts_->device));
-  return to;
+  arrived.block(current);
+  impl.recordDataPtrOnStream(result.storage().data_ptr(), current);
+  return result;
 }
 
 }  // namespace ds::data

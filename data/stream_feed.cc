@@ -129,7 +129,10 @@ StreamFeed::Value StreamFeed::Parts::take() {
     batches.pop_front();
     const bool is_whole = std::find(batch.slots->begin(), batch.slots->end(), nullptr) == batch.slots->end();
     next_sample = opened_at + (begun - static_cast<int64_t>(batches.size()) * options.batch_size) * ranks();
-    if (batch.job->error) std::rethrow_exception(batch.job->error);
+    if (batch.job->error) {
+      forget();  // the part that failed did not come to the end of the batch: the next call opens all behind it
+      std::rethrow_exception(batch.job->error);
+    }
     is_over = !is_whole;
     if (options.feed.reading.num_workers > 0) read_ahead();
     if (batch.job->value) return batch.job->value;

@@ -11,9 +11,12 @@
 #include <array>
 #include <atomic>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dsengine/data_loader.h"
@@ -412,6 +415,26 @@ TEST(Loader, GoesOnInAStreamWithOtherWorkersAndRanks) {
   std::multiset<int64_t> expected;
   for (int64_t number = 8; number < 21; ++number) expected.insert(number);
   EXPECT_EQ(rest, expected);
+}
+
+TEST(Loader, AStreamGoesOnBehindABatchThatFailed) {
+  struct Broken {
+    auto open(const StreamPart& part) const {
+      return [next = part.first, step = part.step]() mutable -> std::optional<at::Tensor> {
+        const int64_t number = std::exchange(next, next + step);
+        if (number == 5) throw std::runtime_error("the line is cut");
+        return number < 12 ? std::optional(torch::tensor(number)) : std::nullopt;
+      };
+    }
+  };
+  for (const int workers : {0, 3}) {
+    Loader loader(Broken(), {.batch_size = 4, .reading = {.num_workers = workers}});
+    EXPECT_THAT(numbers_of(*loader.begin()), ElementsAre(0, 1, 2, 3));
+    EXPECT_THAT([&] { loader.begin(); },
+                ThrowsMessage<SampleError>(AllOf(HasSubstr("sample 5 of epoch 0"), HasSubstr("the line is cut"))));
+    EXPECT_THAT(numbers_of(*loader.begin()), ElementsAre(8, 9, 10, 11));
+    EXPECT_EQ(loader.begin(), loader.end());
+  }
 }
 
 TEST(Loader, RefusesOptionsByName) {
