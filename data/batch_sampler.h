@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -26,6 +27,9 @@ uint64_t digest_of(const SamplerState& state);
 class BatchSampler {
  public:
   virtual ~BatchSampler() = default;
+
+  // Returns a sampler that stands where this one does and goes on by itself. It writes nothing to the log.
+  virtual std::unique_ptr<BatchSampler> copy() const = 0;
 
   // Returns the indices of this rank's next batch. Empty when the epoch is over: the call after that begins the next
   // epoch.

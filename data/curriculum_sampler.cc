@@ -182,6 +182,12 @@ void CurriculumSampler::draw() {
   }
 }
 
+std::unique_ptr<BatchSampler> CurriculumSampler::copy() const {
+  auto result = std::make_unique<CurriculumSampler>(*this);
+  result->options_.tells = false;
+  return result;
+}
+
 int64_t CurriculumSampler::batches_per_epoch() const {
   const int64_t rounded = options_.drop_last ? 0 : dealt_at_once() - 1;
   return (samples_of_epoch() + rounded) / dealt_at_once();

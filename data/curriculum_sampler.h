@@ -42,6 +42,8 @@ class CurriculumSampler : public BatchSampler {
   // Reads the metric files. Throws IoError for those, UsageError for sizes out of range.
   explicit CurriculumSampler(const CurriculumOptions& options);
 
+  std::unique_ptr<BatchSampler> copy() const override;
+
   // Throws ConfigError where nothing is admitted, and for a difficulty that falls. Where sizes were changed within a
   // global batch, its rest may be no whole micro-batch: that is left out with drop_last, and else shorter, filled up to
   // a multiple of world_size with the first samples of the batch.

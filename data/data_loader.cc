@@ -1,14 +1,13 @@
 #include "dsengine/data_loader.h"
 
-#include <ATen/ops/stack.h>
-
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
-#include "core/device/transfer_stream.h"
 #include "core/tensor_check.h"
 #include "data/distributed_sampler.h"
+#include "dsengine/collate.h"
 
 namespace ds::engine {
 namespace {
@@ -22,17 +21,25 @@ SamplerOptions sampler_options(const TrainingData& data, const DataLoaderOptions
           .world_size = options.world_size,
           .seed = options.seed,
           .shuffle = options.shuffle,
-          .drop_last = options.drop_last};
+          .drop_last = options.drop_last,
+          .order = options.loading.order};
 }
 
-at::Tensor stack(const std::vector<at::Tensor>& samples, const std::vector<int64_t>& indices, const char* what) {
-  for (size_t i = 1; i < samples.size(); ++i) {
-    require(samples[i].sizes() == samples[0].sizes() && samples[i].scalar_type() == samples[0].scalar_type(),
-            "data loader: samples of one batch must have one shape and dtype; ", what, " of sample ", indices[0],
-            " is ", describe(samples[0]), ", of sample ", indices[i], " ", describe(samples[i]),
-            "; pad them in the dataset's get()");
+// Reads a batch, on any thread.
+data::BatchFeed::Value read_batch(const TrainingData& data, const LoadingOptions& loading,
+                                  const data::Delivery& delivery, const std::vector<int64_t>& indices) {
+  std::vector<Batch> samples;
+  samples.reserve(indices.size());
+  for (const int64_t index : indices) {
+    data::begin_sample(index);
+    samples.push_back(data.get(index));
   }
-  return at::stack(samples, 0);
+  data::begin_sample(-1);
+  Batch batch = loading.collate ? loading.collate(std::move(samples))
+                                : data::Collated<Batch>::of(std::move(samples), "the value");
+  batch.data = delivery.stage(batch.data);
+  batch.target = delivery.stage(batch.target);
+  return std::make_shared<Batch>(std::move(batch));
 }
 
 }  // namespace
@@ -51,13 +58,19 @@ int64_t TrainingData::size() const {
   return size_;
 }
 
-DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
-    : data_(std::move(data)),
-      copies_(std::make_unique<TransferStream>(options.device)),
-      sampler_(std::make_shared<DistributedSampler>(sampler_options(data_, options))) {}
+DataLoader::DataLoader(const TrainingData& data, const DataLoaderOptions& options)
+    : DataLoader(data, std::make_shared<DistributedSampler>(sampler_options(data, options)), options) {}
 
-DataLoader::DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, at::Device device)
-    : data_(std::move(data)), copies_(std::make_unique<TransferStream>(device)), sampler_(std::move(sampler)) {}
+DataLoader::DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, const DataLoaderOptions& options)
+    : delivery_(std::make_shared<data::Delivery>(options.device, options.loading.reading.pin_memory)),
+      sampler_(std::move(sampler)) {
+  require(options.loading.reading.in_order, "data loader: the engine's checkpoints keep a position in the order of ",
+          "batches, found in_order = false; leave it out, or use ds::data::Loader (dsengine/loader.h)");
+  const auto read = [data = std::move(data), loading = options.loading, delivery = delivery_](
+                        const std::vector<int64_t>& indices) { return read_batch(data, loading, *delivery, indices); };
+  feed_ = std::make_unique<data::BatchFeed>(
+      sampler_, read, data::FeedOptions{options.loading.reading, options.rank, options.world_size});
+}
 
 DataLoader::~DataLoader() = default;
 
@@ -70,23 +83,13 @@ SamplerState DataLoader::state() const { return sampler_->state(); }
 void DataLoader::load_state(const SamplerState& state) { sampler_->load_state(state); }
 
 bool DataLoader::advance() {
-  std::vector<int64_t> indices = sampler_->next_batch();
-  if (indices.empty()) {
+  const data::BatchFeed::Value value = feed_->next();
+  if (!value) {
     batch_ = {};
     return false;
   }
-  std::vector<at::Tensor> data;
-  std::vector<at::Tensor> targets;
-  for (const int64_t index : indices) {
-    Batch sample = data_.get(index);
-    data.push_back(std::move(sample.data));
-    if (sample.target.defined()) targets.push_back(std::move(sample.target));
-  }
-  require(targets.empty() || targets.size() == data.size(), "data loader: ", targets.size(), " of ", data.size(),
-          " samples of a batch have a target; expected all or none");
-  batch_.data = copies_->upload(stack(data, indices, "data"));
-  batch_.target = targets.empty() ? at::Tensor() : copies_->upload(stack(targets, indices, "target"));
-  indices_ = std::move(indices);
+  const auto& read = *static_cast<const Batch*>(value.get());
+  batch_ = {delivery_->deliver(read.data), delivery_->deliver(read.target)};
   ++delivered_;
   return true;
 }

@@ -59,6 +59,11 @@ class StepSampler : public BatchSampler {
               bool reversed)
       : samplers_(std::move(samplers)), accumulation_(accumulation), wanted_(std::move(wanted)), reversed_(reversed) {}
 
+  std::unique_ptr<BatchSampler> copy() const override {
+    auto result = std::make_unique<StepSampler>(*this);
+    for (std::shared_ptr<BatchSampler>& sampler : result->samplers_) sampler = sampler->copy();
+    return result;
+  }
   std::vector<int64_t> next_batch() override {
     if (coming_.empty()) take_step();
     if (coming_.empty()) {  // the epoch is over for all of them
@@ -157,15 +162,15 @@ config::ConfigSource ParityRun::config() const {
 }
 
 std::shared_ptr<BatchSampler> ParityRun::sampler(const config::DsConfig& config, const SamplerPlace& place,
-                                                 int64_t dataset_size) const {
+                                                 int64_t dataset_size, const EpochOrder& order) const {
   // A curriculum goes on with the engine's steps, and is asked for more than batches.
-  if (like.empty() || config.data_efficiency.chooses_samples()) return make_sampler(config, place, dataset_size);
+  if (like.empty() || config.data_efficiency.chooses_samples()) return make_sampler(config, place, dataset_size, order);
   const RecordedLayout layout = read_layout(like);
   std::vector<std::shared_ptr<BatchSampler>> samplers;
   SamplerPlace of_rank = place;
   of_rank.world_size = static_cast<int>(layout.data_ranks);
   for (of_rank.rank = 0; of_rank.rank < of_rank.world_size; ++of_rank.rank) {
-    samplers.push_back(make_sampler(config, of_rank, dataset_size));
+    samplers.push_back(make_sampler(config, of_rank, dataset_size, order));
   }
   std::vector<size_t> wanted;
   const int64_t batches = is_reference() ? layout.accumulation * layout.data_ranks : layout.accumulation;

@@ -43,8 +43,8 @@ struct ParityRun {
   // ConfigError, naming the key, for what a single rank cannot repeat.
   config::ConfigSource config() const;
   // Makes the sampler of the engine's loader: that of make_sampler() in the first run.
-  std::shared_ptr<BatchSampler> sampler(const config::DsConfig& config, const SamplerPlace& place,
-                                        int64_t dataset_size) const;
+  std::shared_ptr<BatchSampler> sampler(const config::DsConfig& config, const SamplerPlace& place, int64_t dataset_size,
+                                        const EpochOrder& order = {}) const;
 };
 
 // Returns the place, among all micro-batches of a step of `layout`, where those of the ranks come in turn, of the one

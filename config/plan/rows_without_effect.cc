@@ -14,7 +14,6 @@ void add_rows_of_sampling(const config::DataEfficiencySection& data, const Moot&
   moot(!curriculum.enabled, "data_sampling", "curriculum_learning in it is off, as is dynamic_batching");
   moot(curriculum.enabled && curriculum.data_cluster_path.has_value(), "data_cluster_path",
        "clusters are made of the metric files again, nothing is written");
-  moot(sampling.num_workers > 0, "num_workers", "the loader reads samples on the program's thread");
   moot(sampling.pin_memory, "pin_memory", "what travels to a GPU is pinned already");
 }
 

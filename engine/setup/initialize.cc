@@ -329,9 +329,10 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options, const P
   impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
-    impl.sampler = parity ? parity->sampler(config, impl.sampler_place(), options.training_data.size())
-                          : make_sampler(config, impl.sampler_place(), options.training_data.size());
-    impl.loader = std::make_shared<DataLoader>(options.training_data, impl.sampler, model.ranks.device);
+    const int64_t samples = options.training_data.size();
+    impl.sampler = parity ? parity->sampler(config, impl.sampler_place(), samples, options.loading.order)
+                          : make_sampler(config, impl.sampler_place(), samples, options.loading.order);
+    impl.loader = make_loader(config, impl.sampler_place(), options, impl.sampler, model.ranks.device);
   }
 }
 

@@ -7,145 +7,30 @@
 // batches.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
+#include <c10/core/Device.h>
 
-#include <concepts>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <iterator>
 #include <memory>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
-namespace ds {
-class TransferStream;
-}
+#include "dsengine/read_ahead.h"
+#include "dsengine/training_data.h"
 
 namespace ds::engine {
 
-class BatchSampler;   // decides which samples a rank sees, in which order
-struct SamplerState;  // a sampler's position; the engine's checkpoints keep it
-
-// One sample, or samples stacked along dimension 0. `target` is undefined for datasets without one.
-struct Batch {
-  at::Tensor data;
-  at::Tensor target;
-};
-
-// A dataset that gives sample number i as torch::data::Example<> (anything with a tensor `data`, and maybe `target`)
-// and knows its size (a number, or an optional number as in torch::data::datasets::Dataset).
-template <class Dataset>
-concept IndexedDataset = requires(Dataset& dataset, size_t index) {
-  { dataset.get(index).data } -> std::convertible_to<at::Tensor>;
-  dataset.size();
-};
-
-// The two forms of a batch that get_batch() of a dataset may return: one example whose tensors have a first dimension
-// for the samples (Stack), or a list of examples.
-template <class Batch>
-concept CollatedBatch = requires(Batch& batch) {
-  { batch.data } -> std::convertible_to<at::Tensor>;
-};
-template <class Batch>
-concept ListedBatch = requires(Batch& batch) {
-  { batch.at(0).data } -> std::convertible_to<at::Tensor>;
-  batch.size();
-};
-
-// A dataset that takes a list of sample numbers, as .map() of torch::data makes one. The loader asks for one number at
-// a time, so a transform sees batches of one sample.
-template <class Dataset>
-concept BatchedDataset = !IndexedDataset<Dataset> && requires(Dataset & dataset, c10::ArrayRef<size_t> indices) {
-  requires CollatedBatch<decltype(dataset.get_batch(indices))> || ListedBatch<decltype(dataset.get_batch(indices))>;
-  dataset.size();
-};
-
-// A dataset that the loader can read.
-template <class Dataset>
-concept UsableDataset = IndexedDataset<Dataset> || BatchedDataset<Dataset>;
-
-// Returns the sample of a batch of one, without dimension 0. Throws UsageError where that dimension is not 1 long.
-at::Tensor only_sample(const at::Tensor& batch);
-
-// Holds any usable dataset; empty by default. Copies share the dataset.
-class TrainingData {
- public:
-  TrainingData() = default;
-
-  // Holds a dataset, moved here or shared. Implicit on purpose: InitializeOptions{.training_data = dataset}.
-  template <UsableDataset Dataset>
-  requires(!std::same_as<std::remove_cvref_t<Dataset>, TrainingData>)
-      TrainingData(Dataset dataset)  // NOLINT(google-explicit-constructor)
-      : TrainingData(std::make_shared<Dataset>(std::move(dataset))) {}
-
-  template <UsableDataset Dataset>
-  TrainingData(std::shared_ptr<Dataset> dataset) {  // NOLINT(google-explicit-constructor)
-    if (!dataset) return;
-    size_ = size_of(dataset->size());
-    get_ = [dataset = std::move(dataset)](int64_t index) { return sample_of(*dataset, static_cast<size_t>(index)); };
-  }
-
-  // Rejects any other dataset with a sentence that says what is expected.
-  template <class Dataset>
-  requires(!UsableDataset<Dataset> && !std::same_as<std::remove_cvref_t<Dataset>, TrainingData> &&
-           requires(Dataset & dataset) { dataset.size(); })
-      TrainingData(Dataset)  // NOLINT(google-explicit-constructor)
-  {
-    static_assert(UsableDataset<Dataset>,
-                  ".training_data: expected a dataset with size() and either get(size_t) or "
-                  "get_batch(ArrayRef<size_t>), which gives examples with a tensor `data` and perhaps a tensor "
-                  "`target`. One that gives something else, or that keeps a position of its own (StreamDataset, "
-                  "ChunkDataset), is read by a loader of your own, torch::data::make_data_loader for example: the "
-                  "engine works with any");
-  }
-
-  // Whether a dataset was given.
-  explicit operator bool() const { return static_cast<bool>(get_); }
-  // The number of samples. Throws UsageError for a dataset that does not know its size.
-  int64_t size() const;
-  Batch get(int64_t index) const { return get_(index); }
-
- private:
-  template <class Example>
-  static Batch tensors_of(Example&& example) {
-    if constexpr (requires {
-                    { example.target } -> std::convertible_to<at::Tensor>;
-                  }) {
-      return Batch{std::move(example.data), std::move(example.target)};
-    } else {
-      return Batch{std::move(example.data), {}};
-    }
-  }
-
-  template <class Dataset>
-  static Batch sample_of(Dataset& dataset, size_t index) {
-    if constexpr (IndexedDataset<Dataset>) {
-      return tensors_of(dataset.get(index));
-    } else {
-      auto batch = dataset.get_batch(c10::ArrayRef<size_t>(index));
-      if constexpr (CollatedBatch<decltype(batch)>) {
-        const Batch one = tensors_of(std::move(batch));
-        return {only_sample(one.data), only_sample(one.target)};
-      } else {
-        return tensors_of(std::move(batch.at(0)));
-      }
-    }
-  }
-
-  template <class Size>
-  static int64_t size_of(const Size& size) {
-    if constexpr (requires { size.has_value(); }) {
-      return size.has_value() ? static_cast<int64_t>(*size) : -1;
-    } else {
-      return static_cast<int64_t>(size);
-    }
-  }
-
-  std::function<Batch(int64_t)> get_;
-  int64_t size_ = 0;  // -1: unknown
+// How a loader reads; of InitializeOptions too.
+struct LoadingOptions {
+  // Workers that read ahead. in_order = false is refused: the engine's checkpoints keep a position in the order. With
+  // data_efficiency.data_sampling its num_workers counts where this one is 0.
+  data::ReadOptions reading = {};
+  // A sampler of one's own: the numbers of the samples of an epoch, for all ranks, any number of times each. A function
+  // of the epoch alone, alike on all ranks. Excludes data_efficiency.data_sampling.
+  std::function<std::vector<int64_t>(int64_t epoch)> order = {};
+  // Makes a batch of samples, on any worker; empty: tensors are stacked along dimension 0.
+  std::function<Batch(std::vector<Batch> samples)> collate = {};
 };
 
 // Options of DataLoader.
@@ -157,6 +42,7 @@ struct DataLoaderOptions {
   bool shuffle = true;
   bool drop_last = false;        // the key dataloader_drop_last
   at::Device device = at::kCPU;  // where batches are delivered
+  LoadingOptions loading = {};
 };
 
 // One rank's loader. Each loop goes from the current position to the end of the epoch; the next loop reshuffles. A loop
@@ -164,34 +50,15 @@ struct DataLoaderOptions {
 // it is taken; work on another stream has to wait for that stream first. Not thread safe.
 class DataLoader {
  public:
-  // Throws UsageError for an empty dataset, or one that does not know its size.
-  DataLoader(TrainingData data, const DataLoaderOptions& options);
-  // Loads the samples that `sampler` chooses, as the engine's curriculum does.
-  DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, at::Device device);
+  // Throws UsageError for an empty dataset, one that does not know its size, and options out of range. Taking a batch
+  // throws data::SampleError, which is one, where the dataset threw.
+  DataLoader(const TrainingData& data, const DataLoaderOptions& options);
+  // Loads the samples that `sampler` chooses, as the engine's curriculum does; of the options rank, world_size, device
+  // and loading.
+  DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, const DataLoaderOptions& options);
   ~DataLoader();
 
-  class Iterator {
-   public:
-    using iterator_category = std::input_iterator_tag;
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using pointer = Batch*;
-    using reference = Batch&;
-
-    Iterator() = default;  // the end
-    explicit Iterator(DataLoader* loader) : loader_(loader) { ++*this; }
-    Batch& operator*() const { return loader_->batch_; }
-    Batch* operator->() const { return &loader_->batch_; }
-    Iterator& operator++() {
-      if (!loader_->advance()) loader_ = nullptr;
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    bool operator==(const Iterator& other) const { return loader_ == other.loader_; }
-
-   private:
-    DataLoader* loader_ = nullptr;
-  };
+  using Iterator = data::BatchIterator<DataLoader, Batch>;
 
   Iterator begin() { return Iterator(this); }
   Iterator end() { return {}; }
@@ -205,7 +72,9 @@ class DataLoader {
   void set_micro_batch_size(int64_t size);
 
   // The numbers, in the dataset, of the samples in the last batch. Empty before the first batch.
-  const std::vector<int64_t>& indices() const { return indices_; }
+  const std::vector<int64_t>& indices() const { return feed_->indices(); }
+  // The time that loops have waited for batches so far.
+  std::chrono::nanoseconds waited() const { return feed_->waited(); }
   // The number of batches delivered so far.
   int64_t delivered() const { return delivered_; }
 
@@ -215,14 +84,15 @@ class DataLoader {
   const std::shared_ptr<BatchSampler>& sampler() const { return sampler_; }
 
  private:
+  friend Iterator;
+  Batch& current() { return batch_; }
   // Loads the next batch; false at the end of the epoch.
   bool advance();
 
-  TrainingData data_;
-  std::unique_ptr<TransferStream> copies_;  // copies batches to their device
+  std::shared_ptr<data::Delivery> delivery_;  // brings batches to their device
   std::shared_ptr<BatchSampler> sampler_;
+  std::unique_ptr<data::BatchFeed> feed_;
   Batch batch_;
-  std::vector<int64_t> indices_;  // the samples in batch_
   int64_t delivered_ = 0;
 };
 

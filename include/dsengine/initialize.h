@@ -84,6 +84,8 @@ struct InitializeOptions {
   // Samples for the engine's loader: any torch::data dataset with get(size_t) -> torch::data::Example<>, mapped or not:
   // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).
   TrainingData training_data;
+  // How the loader reads them: .loading = {.reading = {.num_workers = 4}} (docs/data.md).
+  LoadingOptions loading;
   // Replaces the config's scheduler: maps step number k = 0, 1, ... to a factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;
   // Replaces the config's scheduler: a scheduler of torch's over .optimizer, as torch::optim::StepLR, that has not

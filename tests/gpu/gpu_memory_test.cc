@@ -1,11 +1,12 @@
 // Memory that travels between a GPU and the host: pinned regions, copies beside the compute, gradients that arrive,
-// weights that return.
+// weights that return, batches of a loader.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <vector>
 
 #include "core/device/transfer_stream.h"
+#include "dsengine/loader.h"
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
 #include "offload/update_copies.h"
@@ -204,6 +205,36 @@ TEST(GpuKeptInputs, ReturnAsTheyWere) {
     }
   }
   recompute::configure_checkpointing({});
+}
+
+// Sample i is full of i.
+struct LongRows {
+  static at::Tensor get(size_t index) { return torch::full({kLong / 8}, static_cast<float>(index)); }
+  static size_t size() { return 24; }
+};
+
+// The workers pin; memory of a batch goes while the stream that used it has not come so far.
+TEST(GpuLoader, BatchesOfWorkersArriveForTheCurrentStream) {
+  data::Loader loader(LongRows(), {.batch_size = 4,
+                                   .shuffle = false,
+                                   .device = tested_device(),
+                                   .reading = {.num_workers = 2, .prefetch_factor = 1}});
+  at::Tensor sum = torch::zeros({kLong / 8}, on_device());
+  for (const at::Tensor& batch : loader) {
+    EXPECT_EQ(batch.device(), sum.device());
+    sum += batch.sum(0);
+    torch::full({kLong / 2}, -1.0F, on_device());  // takes memory that is free
+  }
+  EXPECT_TRUE(sum.eq(23.0 * 24 / 2).all().item<bool>());
+}
+
+TEST(GpuLoader, BatchesForTheHostArePinnedWhereThatIsAsked) {
+  if (!tested_device().is_cuda()) GTEST_SKIP() << "no accelerator pins";
+  data::Loader loader(LongRows(),
+                      {.batch_size = 4, .shuffle = false, .reading = {.num_workers = 2, .pin_memory = true}});
+  auto batch = loader.begin();
+  EXPECT_TRUE(batch->is_pinned());
+  EXPECT_EQ((*batch)[3][0].item<float>(), 3.0F);
 }
 
 }  // namespace
