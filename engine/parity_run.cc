@@ -32,14 +32,13 @@ ParityRun::Order order_of(const std::string& text) {
 // Throws for keys whose effect the run on one rank does not have.
 void require_repeatable(const ordered_json& config, const std::string& file, bool takes_global_batches) {
   const auto refuse = [&](const char* key, const char* why) {
-    throw ConfigError(cat("parity: ", file, ": ", key, ": ", why, "; or remove the key for the comparison"));
+    throw ConfigError(cat("parity: ", file, ": ", key, ": ", why, "; remove the key for the comparison"));
   };
   const auto is_on = [&](const char* key) { return config.contains(key) && config[key] == true; };
   if (is_on("sync_batchnorm") && !takes_global_batches) {
-    refuse(
-        "sync_batchnorm",
-        "statistics are of the batches of all ranks, which one rank takes one after the other; give --global_batches "
-        "to let it take them as one");
+    refuse("sync_batchnorm",
+           "statistics are of the batches of all ranks, which one rank takes one after the other, unless "
+           "--global_batches lets it take them as one");
   }
   if (config.contains("gradient_allreduce_op") && config["gradient_allreduce_op"] != "mean") {
     refuse("gradient_allreduce_op", "a sum over ranks is no mean over the micro-batches of one rank");

@@ -158,7 +158,7 @@ TEST(ExportedLayers, LinearLayersAndEmbeddingsAreQuantised) {
 TEST(ExportedLayers, Conv1DOfHuggingFaceLosesOutputs) {
   const GoldenModel golden("hf_gpt2");
   const std::string layer = "transformer.h.0.mlp.c_fc";
-  const ordered_json group = {{"params", {{"dense_ratio", 0.5}}}, {"modules", {"mlp\\.c_fc"}}};
+  const ordered_json group = {{"params", {{"dense_ratio", 0.5}}}, {"modules", ordered_json::array({"mlp\\.c_fc"})}};
   const ordered_json rules = {{"shared_parameters", {{"enabled", true}, {"schedule_offset", 0}, {"method", "l1"}}},
                               {"different_groups", {{"g", group}}}};
   const LayersRun run{golden, config_with(golden, {{"compression_training", {{"row_pruning", rules}}}})};
