@@ -170,10 +170,11 @@ ParityRecord::ParityRecord(ParityRun run, const ModelState& state, const Progres
   require<ConfigError>(!state.ranks.sequence, "parity: sequence_parallel_size: expected 1, found ",
                        state.ranks.sequence_ranks(), ": the runs that are compared have whole sequences");
   const auto& norms = state.ranks.groups.norms;
-  require<ConfigError>(!norms || norms->size() == 1, "parity: expected layers that see one rank's batch alone, found ",
-                       "BatchNorm over ", norms ? norms->size() : 1, " ranks (ds::convert_sync_batchnorm), whose ",
-                       "statistics one rank cannot repeat, because it takes their batches one after the other; leave ",
-                       "the conversion out to compare the rest");
+  require<ConfigError>(!norms || norms->size() == 1 || run_.takes_global_batches,
+                       "parity: expected layers that see one rank's batch alone, found BatchNorm over ",
+                       norms ? norms->size() : 1, " ranks (ds::convert_sync_batchnorm), whose statistics one rank ",
+                       "cannot repeat, because it takes their batches one after the other; give --global_batches to ",
+                       "let it take them as one, or leave the conversion out to compare the rest");
   const comm::Communicator& world = *state.ranks.world;
   require(!run_.is_reference() || world.size() == 1, kParityLikeVariable, ": expected one rank, found ", world.size());
   if (world.rank() == 0) write_layout(layout_of(state, config), run_.folder);
@@ -293,6 +294,7 @@ void ParityRecord::write(Engine& engine, Kind kind) {
 
 TapePlace ParityRecord::place(int64_t micro_batch) const {
   if (run_.is_reference()) {
+    if (run_.takes_global_batches) return {.data_rank = 0, .micro_batch = micro_batch};
     return {.data_rank = micro_batch % layout_.data_ranks, .micro_batch = micro_batch / layout_.data_ranks};
   }
   const int64_t in_step = micro_batch % layout_.accumulation;

@@ -29,14 +29,16 @@ ParityRun::Order order_of(const std::string& text) {
   return text == kParityOrderBatches ? Order::kOtherBatches : Order::kOtherSamples;
 }
 
-// Throws for keys whose effect one rank with more accumulation does not have.
-void require_repeatable(const ordered_json& config, const std::string& file) {
+// Throws for keys whose effect the run on one rank does not have.
+void require_repeatable(const ordered_json& config, const std::string& file, bool takes_global_batches) {
   const auto refuse = [&](const char* key, const char* why) {
     throw ConfigError(cat("parity: ", file, ": ", key, ": ", why, "; remove the key for the comparison"));
   };
   const auto is_on = [&](const char* key) { return config.contains(key) && config[key] == true; };
-  if (is_on("sync_batchnorm")) {
-    refuse("sync_batchnorm", "statistics are of the batches of all ranks, which one rank takes one after the other");
+  if (is_on("sync_batchnorm") && !takes_global_batches) {
+    refuse("sync_batchnorm",
+           "statistics are of the batches of all ranks, which one rank takes one after the other, unless "
+           "--global_batches lets it take them as one");
   }
   if (config.contains("gradient_allreduce_op") && config["gradient_allreduce_op"] != "mean") {
     refuse("gradient_allreduce_op", "a sum over ranks is no mean over the micro-batches of one rank");
@@ -50,14 +52,17 @@ void require_repeatable(const ordered_json& config, const std::string& file) {
   if (config.contains("elasticity")) refuse("elasticity", "the batch of one rank is not that of many");
 }
 
-// Some of the batches that the samplers of all ranks give in a step, in an order of its own.
+// Some of the batches that the samplers of all ranks give in a step, in an order of its own; several of them may be
+// one.
 class StepSampler : public BatchSampler {
  public:
-  // `wanted`: places of batches in a step, where those of the ranks come in turn. `reversed`: the samples of each batch
-  // come the other way round.
-  StepSampler(std::vector<std::shared_ptr<BatchSampler>> samplers, int64_t accumulation, std::vector<size_t> wanted,
-              bool reversed)
-      : samplers_(std::move(samplers)), accumulation_(accumulation), wanted_(std::move(wanted)), reversed_(reversed) {}
+  struct Order {
+    std::vector<size_t> wanted;  // places of batches in a step, where those of the ranks come in turn
+    size_t joined = 1;           // as many of `wanted`, one after the other, are one batch
+    bool reversed = false;       // the samples of each batch come the other way round
+  };
+  StepSampler(std::vector<std::shared_ptr<BatchSampler>> samplers, int64_t accumulation, Order order)
+      : samplers_(std::move(samplers)), accumulation_(accumulation), order_(std::move(order)) {}
 
   std::unique_ptr<BatchSampler> copy() const override {
     auto result = std::make_unique<StepSampler>(*this);
@@ -72,12 +77,13 @@ class StepSampler : public BatchSampler {
     }
     std::vector<int64_t> batch = std::move(coming_.front());
     coming_.pop_front();
-    if (reversed_) std::reverse(batch.begin(), batch.end());
+    if (order_.reversed) std::reverse(batch.begin(), batch.end());
     return batch;
   }
   int64_t dataset_size() const override { return samplers_.front()->dataset_size(); }
   int64_t batches_per_epoch() const override {
-    return samplers_.front()->batches_per_epoch() * static_cast<int64_t>(wanted_.size()) / accumulation_;
+    const auto in_a_step = static_cast<int64_t>(order_.wanted.size() / order_.joined);
+    return samplers_.front()->batches_per_epoch() * in_a_step / accumulation_;
   }
   bool has_equal_batches() const override { return samplers_.front()->has_equal_batches(); }
   void set_epoch(int64_t epoch) override {
@@ -109,15 +115,17 @@ class StepSampler : public BatchSampler {
         if (!is_over_) step.push_back(std::move(batch));
       }
     }
-    for (const size_t place : wanted_) {
-      if (place < step.size()) coming_.push_back(step[place]);
+    for (size_t i = 0; i < order_.wanted.size(); ++i) {
+      const size_t place = order_.wanted[i];
+      if (place >= step.size()) continue;
+      if (i % order_.joined == 0) coming_.emplace_back();
+      coming_.back().insert(coming_.back().end(), step[place].begin(), step[place].end());
     }
   }
 
   std::vector<std::shared_ptr<BatchSampler>> samplers_;
   int64_t accumulation_;
-  std::vector<size_t> wanted_;
-  bool reversed_;
+  Order order_;
   std::deque<std::vector<int64_t>> coming_;
   bool is_over_ = false;  // the epoch of the samplers is over, what is coming has to be given first
 };
@@ -130,6 +138,7 @@ std::optional<ParityRun> ParityRun::from_environment() {
                 .like = variable(kParityLikeVariable),
                 .order = order_of(variable(kParityOrderVariable)),
                 .keeps_batches = !variable(kParityBatchesVariable).empty(),
+                .takes_global_batches = !variable(kParityGlobalBatchesVariable).empty(),
                 .ends_process = true};
   if (run.folder.empty()) return std::nullopt;
   const std::string file = variable(kParityConfigVariable);
@@ -147,12 +156,12 @@ std::optional<ParityRun> ParityRun::from_environment() {
 config::ConfigSource ParityRun::config() const {
   ordered_json config = config::ConfigReader::read(source).root;
   require<ConfigError>(config.is_object(), source.name(), ": expected a JSON object");
-  require_repeatable(config, source.name());
+  require_repeatable(config, source.name(), takes_global_batches);
   if (!is_reference()) return source;
   const RecordedLayout layout = read_layout(like);
   config.erase("train_batch_size");
-  config["train_micro_batch_size_per_gpu"] = layout.micro_batch;
-  config["gradient_accumulation_steps"] = layout.accumulation * layout.data_ranks;
+  config["train_micro_batch_size_per_gpu"] = layout.micro_batch * (takes_global_batches ? layout.data_ranks : 1);
+  config["gradient_accumulation_steps"] = layout.accumulation * (takes_global_batches ? 1 : layout.data_ranks);
   config["zero_optimization"] = {{"stage", 0}};
   config.erase("tensor_parallel");
   if (config.contains("pipeline") && config["pipeline"].is_object()) {
@@ -162,23 +171,26 @@ config::ConfigSource ParityRun::config() const {
 }
 
 std::shared_ptr<BatchSampler> ParityRun::sampler(const config::DsConfig& config, const SamplerPlace& place,
-                                                 int64_t dataset_size, const EpochOrder& order) const {
+                                                 int64_t dataset_size, const EpochOrder& epochs) const {
   // A curriculum goes on with the engine's steps, and is asked for more than batches.
-  if (like.empty() || config.data_efficiency.chooses_samples()) return make_sampler(config, place, dataset_size, order);
+  if (like.empty() || config.data_efficiency.chooses_samples())
+    return make_sampler(config, place, dataset_size, epochs);
   const RecordedLayout layout = read_layout(like);
+  config::DsConfig of_layout = config;
+  of_layout.train_micro_batch_size_per_gpu = layout.micro_batch;
   std::vector<std::shared_ptr<BatchSampler>> samplers;
   SamplerPlace of_rank = place;
   of_rank.world_size = static_cast<int>(layout.data_ranks);
   for (of_rank.rank = 0; of_rank.rank < of_rank.world_size; ++of_rank.rank) {
-    samplers.push_back(make_sampler(config, of_rank, dataset_size, order));
+    samplers.push_back(make_sampler(of_layout, of_rank, dataset_size, epochs));
   }
-  std::vector<size_t> wanted;
+  StepSampler::Order taken{.wanted = {}, .reversed = order == Order::kOtherSamples};
+  if (is_reference() && takes_global_batches) taken.joined = static_cast<size_t>(layout.data_ranks);
   const int64_t batches = is_reference() ? layout.accumulation * layout.data_ranks : layout.accumulation;
   for (int64_t i = 0; i < batches; ++i) {
-    wanted.push_back(static_cast<size_t>(is_reference() ? i : place_in_step(layout, order, place.rank, i)));
+    taken.wanted.push_back(static_cast<size_t>(is_reference() ? i : place_in_step(layout, order, place.rank, i)));
   }
-  return std::make_shared<StepSampler>(std::move(samplers), layout.accumulation, std::move(wanted),
-                                       order == Order::kOtherSamples);
+  return std::make_shared<StepSampler>(std::move(samplers), layout.accumulation, std::move(taken));
 }
 
 int64_t place_in_step(const RecordedLayout& layout, ParityRun::Order order, int64_t data_rank, int64_t micro_batch) {

@@ -6,6 +6,8 @@
 // one LibTorch's default generators get the states that they had on that rank in the first run: what a program draws
 // for batches and dropout is what the rank has drawn. The engine's loader gives the batches of the ranks in the same
 // order. The second run of the layout takes the micro-batches of a step by place_in_step(), in the same way.
+// With takes_global_batches the accumulation stays, and what the ranks take side by side is one micro-batch: for
+// programs that cut a global batch by the number of ranks, and for statistics of BatchNorm over all ranks.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +30,11 @@ struct ParityRun {
   std::string folder;
   config::ConfigSource source;  // the ds_config that all runs begin with
   int64_t steps = 0;
-  std::string like;            // the folder of the first run; empty: this is the first
-  Order order = Order::kOwn;   // with `like`: another one means the layout once more, kOwn the run on one rank
-  bool keeps_batches = false;  // the first run writes batches down, the others read them
-  bool ends_process = false;   // after the last step
+  std::string like;                   // the folder of the first run; empty: this is the first
+  Order order = Order::kOwn;          // with `like`: another one means the layout once more, kOwn the run on one rank
+  bool keeps_batches = false;         // the first run writes batches down, the others read them
+  bool takes_global_batches = false;  // one rank takes what all ranks take side by side as one micro-batch
+  bool ends_process = false;          // after the last step
 
   // Reads the variables that ds-launch has set; nothing: the process is no part of such a run. Throws ConfigError for
   // values that are none.
@@ -44,7 +47,7 @@ struct ParityRun {
   config::ConfigSource config() const;
   // Makes the sampler of the engine's loader: that of make_sampler() in the first run.
   std::shared_ptr<BatchSampler> sampler(const config::DsConfig& config, const SamplerPlace& place, int64_t dataset_size,
-                                        const EpochOrder& order = {}) const;
+                                        const EpochOrder& epochs = {}) const;
 };
 
 // Returns the place, among all micro-batches of a step of `layout`, where those of the ranks come in turn, of the one

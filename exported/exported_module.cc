@@ -96,18 +96,21 @@ std::unique_ptr<Program> read_eval(const ExportedOptions& options, const Program
 
 at::Tensor ExportedOutputs::operator[](const std::string& name) const {
   const auto found = std::find(names_->begin(), names_->end(), name);
-  require(found != names_->end(), "forward has no output \"", name, "\"; it returns ", listed(*names_, 20));
+  require(found != names_->end(), "forward has no output \"", name, "\"; it returns ",
+          lazy([&] { return listed(*names_, 20); }));
   return (*this)[static_cast<size_t>(found - names_->begin())];
 }
 
 at::Tensor ExportedOutputs::operator[](size_t index) const {
-  require(index < values_.size(), "forward has no output ", index, "; it returns ", listed(*names_, 20));
+  require(index < values_.size(), "forward has no output ", index, "; it returns ",
+          lazy([&] { return listed(*names_, 20); }));
   require(values_[index].isTensor(), "the output \"", (*names_)[index], "\" is no tensor; take it from values()");
   return values_[index].toTensor();
 }
 
 at::Tensor ExportedOutputs::tensor() const {
-  require(values_.size() == 1, "forward returns ", values_.size(), " values (", listed(*names_, 20),
+  require(values_.size() == 1, "forward returns ", values_.size(), " values (",
+          lazy([&] { return listed(*names_, 20); }),
           "); take one by its name, forward({{\"x\", x}})[\"loss\"], or from run()");
   return (*this)[size_t{0}];
 }

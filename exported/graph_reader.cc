@@ -125,10 +125,17 @@ void note_last_uses(Graph& graph) {
   for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
     node->last_uses.clear();
     const auto note = [&](int slot) {
-      if (slot >= 0 && live.insert(slot).second) node->last_uses.push_back(slot);
+      const bool is_last = slot >= 0 && live.insert(slot).second;
+      if (is_last) node->last_uses.push_back(slot);
+      return is_last;
     };
     for (const int slot : node->outputs) note(slot);
-    for (const Argument& argument : node->arguments) std::for_each(argument.slots.begin(), argument.slots.end(), note);
+    // From the last argument on, because a node may read one slot several times.
+    for (auto argument = node->arguments.rbegin(); argument != node->arguments.rend(); ++argument) {
+      bool is_last = false;
+      for (const int slot : argument->slots) is_last = note(slot);
+      argument->empties_slot = argument->kind == Argument::Kind::kSlot && is_last;
+    }
   }
 }
 

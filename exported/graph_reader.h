@@ -24,7 +24,7 @@ namespace ds::exported {
 // Throws IoError for a text that is no name of an operator.
 std::optional<c10::OperatorHandle> registered_operator(const std::string& target);
 
-// Notes for each node the slots that nobody reads after it.
+// Notes for each node the slots that nobody reads after it, and which of its arguments empties one.
 void note_last_uses(Graph& graph);
 
 // Reads the graphs of one program into it.

@@ -63,6 +63,7 @@ class Interpreter {
     }
     inputs.clear();
     torch::jit::Stack stack;
+    stack.reserve(kUsualArguments);
     for (const Node& node : graph.nodes) {
       call(node, slots, stack);
       store(node, stack, slots);
@@ -74,6 +75,21 @@ class Interpreter {
   }
 
  private:
+  static constexpr size_t kUsualArguments = 16;
+
+  // Puts the value of a node's argument on the stack. What nobody reads after it is moved there, for copies count.
+  void push(const Argument& argument, Values& slots, torch::jit::Stack& stack) const {
+    if (argument.empties_slot) {
+      stack.push_back(std::move(slots[static_cast<size_t>(argument.slots[0])]));
+    } else if (argument.kind == Argument::Kind::kSlot) {
+      stack.push_back(slots[static_cast<size_t>(argument.slots[0])]);
+    } else if (argument.kind == Argument::Kind::kConstant && !argument.in_eval) {
+      stack.push_back(argument.constant);
+    } else {
+      stack.push_back(value_of(argument, slots));
+    }
+  }
+
   c10::IValue value_of(const Argument& argument, const Values& slots) const {
     using enum Argument::Kind;
     const auto slot = [&](int index) -> const c10::IValue& { return slots[static_cast<size_t>(index)]; };
@@ -115,9 +131,9 @@ class Interpreter {
   }
 
   // Leaves the results of a node on the empty stack.
-  void call(const Node& node, const Values& slots, torch::jit::Stack& stack) const {
+  void call(const Node& node, Values& slots, torch::jit::Stack& stack) const {
     try {
-      for (const Argument& argument : node.arguments) stack.push_back(value_of(argument, slots));
+      for (const Argument& argument : node.arguments) push(argument, slots, stack);
       // In eval() an in-place addition to BatchNorm's count leaves the count as it is.
       if (node.counts_batches && !training_) {
         stack.resize(1);

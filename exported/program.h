@@ -39,6 +39,7 @@ struct Argument {
   c10::IValue constant = {};                // of kConstant: the value that was exported
   std::optional<c10::IValue> in_eval = {};  // of kConstant: the value in eval(), where a mode decides it
   std::vector<int> slots = {};
+  bool empties_slot = false;  // of kSlot: nobody reads the slot after it
   std::vector<c10::IValue> values = {};
   size_t graph = 0;  // of kGraph: an index in Program::graphs
 };

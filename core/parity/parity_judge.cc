@@ -274,10 +274,11 @@ ParityVerdict Judge::verdict() {
     if (what.empty()) what = updates(step);
   }
   const RecordedLayout& layout = run_.layout;
-  const std::string runs = cat(layout.ranks(), " ranks (", layout.data_ranks, " data-parallel, ",
-                               layout.pipe_ranks > 1 ? cat("pipe ", layout.pipe_ranks, ", ") : std::string(),
-                               layout.tensor_ranks > 1 ? cat("tensor ", layout.tensor_ranks, ", ") : std::string(),
-                               "stage ", layout.stage, ", ", layout.dtype, ") and one rank");
+  const std::string runs =
+      cat(layout.ranks(), layout.ranks() == 1 ? " rank (" : " ranks (", layout.data_ranks, " data-parallel, ",
+          layout.pipe_ranks > 1 ? cat("pipe ", layout.pipe_ranks, ", ") : std::string(),
+          layout.tensor_ranks > 1 ? cat("tensor ", layout.tensor_ranks, ", ") : std::string(), "stage ", layout.stage,
+          ", ", layout.dtype, ") and one rank");
   const std::string bounds =
       cat("bound of a gradient in the first step: ", three_digits(bound(1).gradient), ", ", bounds_.source);
   if (!what.empty()) return {.equal = false, .text = cat("parity: different, ", runs, ": ", what, " (", bounds, ")")};

@@ -27,6 +27,8 @@ inline constexpr const char* kParityOrderBatches = "batches";
 inline constexpr const char* kParityOrderSamples = "samples";
 // Set: the first run writes down the batches that the engine sees, and the others read them.
 inline constexpr const char* kParityBatchesVariable = "DS_PARITY_BATCHES";
+// Set: the run on one rank takes the micro-batches that the data-parallel ranks take side by side as one.
+inline constexpr const char* kParityGlobalBatchesVariable = "DS_PARITY_GLOBAL_BATCHES";
 
 // Returns the path of one of the files below in the folder of a run.
 inline std::string parity_path(const std::string& folder, const std::string& file) {

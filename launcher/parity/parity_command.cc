@@ -16,8 +16,19 @@ namespace ds::launcher {
 namespace {
 
 constexpr const char* kUsage =
-    "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] [--replay] [--one_order] "
-    "CONFIG -- PROGRAM ARGS";
+    "ds-launch parity [flags of ds-launch] [--against CONFIG2] [--steps N] [--folder DIR] [--replay | "
+    "--global_batches] "
+    "[--one_order] CONFIG -- PROGRAM ARGS";
+constexpr const char* kFlags =
+    "  --against CONFIG2  another config for the run on one rank, for instance float32 against bf16\n"
+    "  --steps N          optimizer steps that are compared (5)\n"
+    "  --folder DIR       an empty folder that keeps the records; else they are removed at the end\n"
+    "  --replay           later runs take the batches that the engine has seen in the first one\n"
+    "  --global_batches   one rank takes what all ranks take side by side as one micro-batch: for a program that cuts "
+    "a\n"
+    "                     global batch by the number of ranks, and for BatchNorm over all ranks\n"
+    "  --one_order        no second run of the layout: bounds are constants of the dtype\n"
+    "All other flags go before CONFIG; without --num_procs they start the default number of ranks.";
 // The exit codes have the meaning that diff and cmp give to them.
 constexpr const char* kExitCodes =
     "Exit codes: 0 both train the same; 1 they do not; 2 nothing is compared, because a run has failed (the message "
@@ -28,9 +39,10 @@ struct ParityOptions {
   std::string against;  // the config of the run on one rank; empty: `config`
   std::string folder;   // where the records stay; empty: nowhere
   int64_t steps = 5;
-  bool replays = false;         // the batches that the engine sees are those of the first run
-  bool has_other_order = true;  // the layout runs twice
-  Options launch;               // program, arguments and ranks
+  bool replays = false;               // the batches that the engine sees are those of the first run
+  bool takes_global_batches = false;  // one rank takes what all ranks take side by side as one micro-batch
+  bool has_other_order = true;        // the layout runs twice
+  Options launch;                     // program, arguments and ranks
 };
 
 // Takes a flag of this command and its value out of `words`, which end before the program. Returns "" where it is not
@@ -71,6 +83,26 @@ void require_one_machine(const Options& options) {
                        "another launcher; compare on one machine, with as many ranks by --num_procs");
 }
 
+// `launch`: the line as that of a job whose program is the config.
+void require_config_and_program(const std::vector<std::string>& words, const Options& launch) {
+  const std::vector<std::string>& rest = launch.arguments;
+  if (rest.size() >= 2 && rest.front() == "--") return;
+  const auto marker = std::find(words.begin(), words.end(), "--");
+  std::string found;
+  if (marker == words.end()) {
+    found = cat("no -- behind ", launch.program);
+  } else if (std::find(words.begin(), marker, launch.program) == marker) {
+    found = "nothing but flags before --: the CONFIG is missing";
+  } else if (marker + 1 == words.end()) {
+    found = "no program behind --";
+  } else {
+    found = cat(rest.empty() ? "a word" : rest.front(), " between ", launch.program,
+                " and --: flags of ds-launch go before CONFIG");
+  }
+  throw ConfigError(cat("ds-launch parity: expected CONFIG -- PROGRAM, found ", found, "; ", kUsage,
+                        " (a program that is called parity starts as ./parity)"));
+}
+
 // Parses a line as that of a job whose program is the config, and whose arguments are -- and the program.
 ParityOptions parse_parity(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
   ParityOptions options;
@@ -79,6 +111,9 @@ ParityOptions parse_parity(const std::vector<std::string>& words, const std::vec
   options.against = take_flag(own, "--against");
   options.folder = take_flag(own, "--folder");
   options.replays = take_switch(own, "--replay");
+  options.takes_global_batches = take_switch(own, "--global_batches");
+  require<ConfigError>(!options.replays || !options.takes_global_batches, "ds-launch parity: expected one of --replay ",
+                       "and --global_batches, found both: what is replayed are the batches of single ranks");
   options.has_other_order = !take_switch(own, "--one_order");
   const std::string steps = take_flag(own, "--steps");
   if (!steps.empty()) options.steps = steps_of(steps);
@@ -86,9 +121,7 @@ ParityOptions parse_parity(const std::vector<std::string>& words, const std::vec
   options.launch = parse_options(own, environment);
   if (options.launch.answer) return options;
   std::vector<std::string>& rest = options.launch.arguments;
-  require<ConfigError>(rest.size() >= 2 && rest.front() == "--", "ds-launch parity: expected CONFIG -- PROGRAM, found ",
-                       "no -- behind ", options.launch.program, "; ", kUsage,
-                       " (a program that is called parity starts as ./parity)");
+  require_config_and_program(words, options.launch);
   options.config = options.launch.program;
   options.launch.program = rest[1];
   rest.erase(rest.begin(), rest.begin() + 2);
@@ -126,6 +159,24 @@ constexpr const char* kNoBatches =
     "module directly. Let it call engine->forward(model, input, target), or train_batch(source) in a pipeline; or give "
     "its data as .training_data, whose batches need no --replay";
 
+// Says in words what the comparison of equal runs leaves open; empty: nothing.
+std::string note_of(const ParityOptions& options, const RecordedRun& layout, const RecordedRun& reference) {
+  std::string note;
+  const size_t steps = std::min(layout.steps.size(), reference.steps.size());
+  if (static_cast<int64_t>(steps) < options.steps) {
+    note = cat("only ", steps, " of ", options.steps, " steps are compared, because the program has ended before");
+    if (layout.steps.size() > steps) {
+      note += cat(": on one rank a step takes ", layout.layout.data_ranks, " times as many micro-batches");
+    }
+    note += ". Let it train longer for the comparison";
+  }
+  if (layout.layout.ranks() == 1) {
+    note += cat(note.empty() ? "" : ". ", "The layout is one rank, too, so that nothing that ranks do together is ",
+                "compared: give --num_procs");
+  }
+  return note;
+}
+
 // Starts the runs. Each of them throws UsageError where the program has not ended well.
 struct Starter {
   const ParityOptions& options;
@@ -147,6 +198,7 @@ struct Starter {
     variables.emplace_back(kParityConfigVariable, std::filesystem::absolute(config).string());
     variables.emplace_back(kParityStepsVariable, cat(options.steps));
     if (options.replays) variables.emplace_back(kParityBatchesVariable, "1");
+    if (options.takes_global_batches) variables.emplace_back(kParityGlobalBatchesVariable, "1");
     std::erase_if(variables, [](const auto& variable) { return variable.second.empty(); });
     const int code = run(launch, with_variables(environment, variables));
     require<UsageError>(code == 0, "ds-launch parity: expected ", what, " to end with exit code 0, found ", code,
@@ -160,7 +212,7 @@ int run_parity(const std::vector<std::string>& words, const std::vector<std::str
                const RunJob& run) {
   const ParityOptions options = parse_parity(words, environment);
   if (options.launch.answer) {
-    console.raw(Console::kOut, cat(kUsage, "\n\n", kExitCodes, "\n\n", *options.launch.answer));
+    console.raw(Console::kOut, cat(kUsage, "\n", kFlags, "\n\n", kExitCodes, "\n\n", *options.launch.answer));
     return kParityEqual;
   }
   const RecordFolder folder(options.folder);
@@ -180,6 +232,8 @@ int run_parity(const std::vector<std::string>& words, const std::vector<std::str
                                     : choose_bounds(layout, reference, nullptr, "--one_order asks for no second run");
   const ParityVerdict verdict = judge_parity(layout, reference, std::move(bounds));
   console.line(Console::kOut, verdict.text);
+  const std::string note = note_of(options, layout, reference);
+  if (!note.empty()) console.line(Console::kOut, cat("parity: note: ", note));
   return verdict.equal ? kParityEqual : kParityDifferent;
 }
 

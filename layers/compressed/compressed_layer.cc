@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/replay/recomputation.h"
+#include "layers/layer_class.h"
 
 namespace ds::model_compression {
 namespace {
@@ -76,6 +77,7 @@ CompressedLayer::CompressedLayer(std::string name, const std::shared_ptr<torch::
   const auto kind = kind_of(*module);
   ensure(kind.has_value(), "a compressed layer is a Linear, an Embedding or a Conv2d");
   kind_ = *kind;
+  inputs_first_ = kind_ == LayerKind::kLinear && layers::has_inputs_first(*module);
 }
 
 at::Tensor CompressedLayer::weight() const {
@@ -84,7 +86,7 @@ at::Tensor CompressedLayer::weight() const {
 }
 
 void CompressedLayer::add(const Rule& rule) {
-  const at::Tensor own = weight();
+  const at::Tensor own = turned(weight());
   const auto is_same = [&](const Pruning& other) { return other.rule().method == rule.method; };
   const bool twice = rule.method == Method::kWeightQuantization ? weight_quantization_.has_value()
                      : rule.method == Method::kActivationQuantization
@@ -99,6 +101,9 @@ void CompressedLayer::add(const Rule& rule) {
   require<ConfigError>(rule.method != Method::kHeadPruning || own.size(1) % rule.heads == 0, rule.path,
                        ": expected num_heads that divide the inputs of ", name_, ", ", own.size(1), ", found ",
                        rule.heads);
+  require<ConfigError>(!inputs_first_ || rule.related.empty(), rule.path, ".related_modules: expected layers whose ",
+                       "weight is [outputs, inputs], found ", name_, ", a Conv1D; leave the key out: its outputs are ",
+                       "masked, and stay in their place");
   const auto keeper = keeper_of(*module_.lock());
   if (rule.method == Method::kWeightQuantization) {
     weight_quantization_.emplace(rule, name_, by_row);
@@ -113,14 +118,14 @@ void CompressedLayer::add(const Rule& rule) {
 
 at::Tensor CompressedLayer::compressed_weight(const at::Tensor& weight) {
   used_ = true;
-  at::Tensor result = weight;
+  at::Tensor result = turned(weight);
   if (weight_quantization_ && has_begun(weight_quantization_->rule())) {
-    result = weight_quantization_->apply(weight, *progress_);
+    result = weight_quantization_->apply(result, *progress_);
   }
   for (const Pruning& pruning : prunings_) {
     if (has_begun(pruning.rule())) result = pruning.masked_weight(result);
   }
-  return result;
+  return turned(result);
 }
 
 at::Tensor CompressedLayer::compressed_bias(const at::Tensor& bias) {
@@ -154,7 +159,7 @@ bool CompressedLayer::awaits_masks() {
 void CompressedLayer::decide_masks() {
   const at::NoGradGuard no_grad;
   for (Pruning& pruning : prunings_) {
-    if (has_begun(pruning.rule())) pruning.decide_mask(weight());
+    if (has_begun(pruning.rule())) pruning.decide_mask(turned(weight()));
   }
 }
 
@@ -177,9 +182,10 @@ InputQuantization* CompressedLayer::inputs_in_static_range() {
 
 Operands CompressedLayer::final_values(const Operands& operands, const std::vector<at::Tensor>& scores) const {
   const at::NoGradGuard no_grad;
-  Operands result = operands;
-  if (weight_quantization_) result.weight = weight_quantization_->final_values(operands.weight);
+  Operands result = {.weight = turned(operands.weight), .bias = operands.bias};
+  if (weight_quantization_) result.weight = weight_quantization_->final_values(result.weight);
   for (size_t i = 0; i < prunings_.size(); ++i) result = prunings_[i].final_values(result, scores[i]);
+  result.weight = turned(result.weight).contiguous();
   return result;
 }
 

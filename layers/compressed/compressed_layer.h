@@ -32,6 +32,12 @@ class CompressedLayer {
   // where layer and rule do not fit, before anything is registered.
   void add(const Rule& rule);
 
+  // Whether the module has its weight as [inputs, outputs]. Rules, scores and masks are of [outputs, inputs] in any
+  // case.
+  bool inputs_first() const { return inputs_first_; }
+  // Turns a weight from the order that the module has it in to [outputs, inputs], or back.
+  at::Tensor turned(const at::Tensor& weight) const { return inputs_first_ ? weight.t() : weight; }
+
   // Return what an operator computes with, in the graph, in the place of the tensors that the module gives it.
   at::Tensor compressed_weight(const at::Tensor& weight);
   at::Tensor compressed_bias(const at::Tensor& bias);
@@ -59,8 +65,8 @@ class CompressedLayer {
   // The quantisation of the inputs where it has a static range that training steps move now; null: none.
   InputQuantization* inputs_in_static_range();
 
-  // The weight and bias that a trained layer is left with: `operands` whole values, at target bits. `scores`: for each
-  // pruning as Pruning::final_mask() takes them. No graph.
+  // The weight and bias that a trained layer is left with, as the module has them: `operands` whole values, at target
+  // bits. `scores`: for each pruning as Pruning::final_mask() takes them. No graph.
   Operands final_values(const Operands& operands, const std::vector<at::Tensor>& scores) const;
 
  private:
@@ -68,6 +74,7 @@ class CompressedLayer {
   const std::weak_ptr<torch::nn::Module> module_;
   const std::shared_ptr<const Progress> progress_;
   LayerKind kind_ = LayerKind::kLinear;
+  bool inputs_first_ = false;
   std::optional<WeightQuantization> weight_quantization_;
   std::optional<InputQuantization> input_quantization_;
   std::atomic<bool> used_ = false;
@@ -76,8 +83,8 @@ class CompressedLayer {
 };
 
 // The kind of torch::nn's Linear, Embedding and Conv2d; nothing for others. A module of the program's own is a Linear
-// where it has a parameter "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four; one
-// that is named "Embedding", as exported models have it, is an Embedding.
+// where it has a parameter "weight" of two dimensions, [outputs, inputs] but in a Conv1D, and a Conv2d where it has one
+// of four; one that is named "Embedding", as exported models have it, is an Embedding.
 std::optional<LayerKind> kind_of(const torch::nn::Module& module);
 bool applies_to(Method method, LayerKind kind);
 // Return the bias and the weight of a layer; undefined where it has none.

@@ -19,6 +19,7 @@
 #include "layers/compressed/layer_quantization.h"
 #include "layers/compressed/pruning.h"
 #include "layers/compressed/snip_momentum.h"
+#include "layers/layer_class.h"
 
 namespace ds::model_compression {
 namespace {
@@ -52,7 +53,8 @@ bool has_dimensions(const torch::nn::Module& module) {
 
 // Whether blocks divide the layer's weight; said where they do not.
 bool takes_blocks(torch::nn::Module& module, const std::string& name, const Rule& rule) {
-  const at::Tensor weight = weight_of(module);
+  const at::Tensor stored = weight_of(module);
+  const at::Tensor weight = layers::has_inputs_first(module) && stored.dim() == 2 ? stored.t() : stored;
   const BlockSize& block = rule.snip->block;
   if (has_blocks(weight, block)) return true;
   log::warning(rule.path, ".block_pattern: ", name, " is not pruned: blocks of ", block.rows, "x", block.columns,
@@ -189,7 +191,7 @@ void CompressedModel::see_gradients(const std::function<WeightAndGradient(const 
     Pruning* const pruning = layer->snip();
     if (pruning == nullptr) continue;
     const WeightAndGradient values = values_of(layer->weight());
-    pruning->see_gradient(values.weight, values.gradient);
+    pruning->see_gradient(layer->turned(values.weight), layer->turned(values.gradient));
   }
 }
 

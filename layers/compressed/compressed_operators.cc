@@ -22,7 +22,8 @@ namespace ds::model_compression {
 namespace {
 
 // How an operator has a layer's weight. torch::nn's Linear is no linear: it is addmm with the weight transposed, or
-// matmul, and add_ of the bias.
+// matmul, and add_ of the bias. A layer that has its weight as [inputs, outputs] gives it as it is where others
+// transpose.
 enum class Role { kWeight, kTransposed, kAddedBias };
 
 // Where the operands are among the arguments.
@@ -90,7 +91,18 @@ at::Tensor tensor_of_layer(const Places& places, const c10::IValue* arguments) {
   const at::Tensor tensor = given.toTensor();
   // Meta: shapes alone.
   if (!tensor.defined() || tensor.is_meta()) return {};
-  return places.role == Role::kTransposed ? base_of_transposed(tensor) : tensor;
+  if (places.role != Role::kTransposed) return tensor;
+  const at::Tensor base = base_of_transposed(tensor);
+  return base.defined() ? base : tensor;
+}
+
+// Whether the operator multiplies with the layer's weight, `tensor`, as the layer does.
+bool is_layers_product(const Places& places, const CompressedLayer& layer, const at::Tensor& tensor,
+                       const c10::IValue* arguments) {
+  if (layer.kind() != LayerKind::kLinear) return true;
+  const bool takes_inputs_first =
+      places.role == Role::kTransposed && tensor.is_same(arguments[*places.weight].toTensor());
+  return layer.inputs_first() == takes_inputs_first;
 }
 
 void compress_operands(const Places& places, CompressedLayer& layer, const at::Tensor& weight, c10::IValue* arguments) {
@@ -99,7 +111,8 @@ void compress_operands(const Places& places, CompressedLayer& layer, const at::T
   if (places.input) arguments[*places.input] = layer.compressed_input(arguments[*places.input].toTensor());
   if (places.weight) {
     const at::Tensor compressed = layer.compressed_weight(weight);
-    arguments[*places.weight] = places.role == Role::kTransposed ? compressed.t() : compressed;
+    const bool transposes = places.role == Role::kTransposed && !layer.inputs_first();
+    arguments[*places.weight] = transposes ? compressed.t() : compressed;
   }
   if (!places.bias || !layer.changes_bias() || !arguments[*places.bias].isTensor()) return;
   // addmm adds what it is given, a residual perhaps.
@@ -116,7 +129,9 @@ std::shared_ptr<CompressedLayer> layer_of(const Places& places, const at::Tensor
   if (!tensor.defined()) return nullptr;
   const bool is_bias = places.role == Role::kAddedBias;
   auto layer = is_bias ? find_layer_of_bias(tensor) : find_layer(tensor, places.kind);
-  const bool is_layers = layer && layer->module() && (!is_bias || adds_to_product(*layer, arguments));
+  const bool is_layers =
+      layer && layer->module() &&
+      (is_bias ? adds_to_product(*layer, arguments) : is_layers_product(places, *layer, tensor, arguments));
   return is_layers ? std::move(layer) : nullptr;
 }
 

@@ -25,6 +25,7 @@
 #include "core/torch_version/node.h"
 #include "core/transposed.h"
 #include "layers/fp8/product.h"
+#include "layers/layer_class.h"
 #include "layers/layer_operators.h"
 
 namespace ds::fp8 {
@@ -37,19 +38,11 @@ TensorTable<std::shared_ptr<const Fp8Layer>>& layers_by_weight() {
   return table;
 }
 
-// The class without namespaces.
-std::string_view class_of(const torch::nn::Module& module) {
-  const std::string_view name = module.name();
-  const size_t scope = name.rfind("::");
-  return scope == std::string_view::npos ? name : name.substr(scope + 2);
-}
-
-bool has_inputs_first(const torch::nn::Module& module) { return class_of(module) == "Conv1D"; }
-
 // The weight of a Linear layer; undefined where the module is none.
 at::Tensor weight_if_linear(const torch::nn::Module& module) {
   const bool is_linear = dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr ||
-                         class_of(module).find("Linear") != std::string_view::npos || has_inputs_first(module);
+                         layers::class_of(module).find("Linear") != std::string_view::npos ||
+                         layers::has_inputs_first(module);
   if (!is_linear) return {};
   const auto parameters = module.named_parameters(/*recurse=*/false);
   const at::Tensor* const weight = parameters.find("weight");
@@ -292,7 +285,7 @@ std::vector<NamedLinear> linears_of(torch::nn::Module& module) {
     at::Tensor weight = weight_if_linear(*item.value());
     if (!weight.defined()) continue;
     const auto [place, is_new] = places.emplace(weight.unsafeGetTensorImpl(), result.size());
-    if (is_new) result.push_back({{}, std::move(weight), has_inputs_first(*item.value())});
+    if (is_new) result.push_back({{}, std::move(weight), layers::has_inputs_first(*item.value())});
     result[place->second].names.push_back(item.key().empty() ? "itself" : item.key());
   }
   return result;

@@ -303,7 +303,12 @@ TEST(ParityCheck, OneRankTakesTheBatchesOfTheRanksInTurn) {
   const auto one = sampler(like, Order::kOwn, {});
   const auto other = sampler(like, Order::kOtherBatches, of_first);
   const auto reversed = sampler(like, Order::kOtherSamples, of_second);
+  const ParityRun of_global{.folder = {}, .source = {}, .like = like, .takes_global_batches = true};
+  config::DsConfig on_one_rank = config;
+  on_one_rank.train_micro_batch_size_per_gpu = 4;
+  const auto global = of_global.sampler(on_one_rank, {}, 16);
   EXPECT_EQ(one->batches_per_epoch(), 8);
+  EXPECT_EQ(global->batches_per_epoch(), 4);
   EXPECT_EQ(other->batches_per_epoch(), 4);
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int step = 0; step < 2; ++step) {
@@ -313,13 +318,18 @@ TEST(ParityCheck, OneRankTakesTheBatchesOfTheRanksInTurn) {
         batches.push_back(second->next_batch());
       }
       for (const auto& batch : batches) EXPECT_EQ(one->next_batch(), batch);
+      for (const size_t first_of_two : {size_t{0}, size_t{2}}) {
+        std::vector<int64_t> joined = batches[first_of_two];
+        joined.insert(joined.end(), batches[first_of_two + 1].begin(), batches[first_of_two + 1].end());
+        EXPECT_EQ(global->next_batch(), joined);
+      }
       EXPECT_EQ(other->next_batch(), batches[0]);
       EXPECT_EQ(other->next_batch(), batches[3]);
       for (auto& batch : batches) std::reverse(batch.begin(), batch.end());
       EXPECT_EQ(reversed->next_batch(), batches[1]);
       EXPECT_EQ(reversed->next_batch(), batches[2]);
     }
-    for (const auto& each : {first, second, one, other, reversed}) EXPECT_TRUE(each->next_batch().empty());
+    for (const auto& each : {first, second, one, other, reversed, global}) EXPECT_TRUE(each->next_batch().empty());
   }
 }
 

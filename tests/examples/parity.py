@@ -46,6 +46,8 @@ os.makedirs(SCRATCH, exist_ok=True)
 ORDERS = "from a second run of the layout with its batches in another order"
 for stage in range(4):
     flags, bounds = (["--one_order"], "a constant of fp32: --one_order") if stage % 2 else ([], ORDERS)
+    if stage == 3:
+        flags = [*flags, "--global_batches"]
     expect(parity(STEP | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 3}, ["first_step"], *flags), 0,
            f"parity: equal, 2 ranks (2 data-parallel, stage {stage}, fp32) and one rank: 3 steps, 4 parameters", bounds)
 expect(parity(STEP | {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, GPT), 0, "parity: equal, 2 ranks",

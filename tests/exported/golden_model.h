@@ -70,12 +70,21 @@ class GoldenModel {
       const at::Tensor next = given.at(0).second.toTensor().roll(-1, 1);
       return at::cross_entropy_loss(output.reshape({-1, output.size(-1)}), next.reshape({-1}));
     }
-    if (kind == "cross_entropy") {
-      return at::cross_entropy_loss(output, part(numbers({kBatch}, step, 5, golden_.at("target")), rank, ranks));
+    return loss_of(output, target(step, rank, ranks));
+  }
+
+  // The target of a rank's part of a step's batch, and the loss of an output that has one.
+  at::Tensor target(int64_t step, int rank = 0, int ranks = 1) const {
+    if (golden_.at("loss") == "cross_entropy") {
+      return part(numbers({kBatch}, step, 5, golden_.at("target")), rank, ranks);
     }
     std::vector<int64_t> sizes = golden_.at("target");
     sizes.insert(sizes.begin(), kBatch);
-    return at::mse_loss(output, part(numbers(sizes, step, 5, 0), rank, ranks).to(output.scalar_type()));
+    return part(numbers(sizes, step, 5, 0), rank, ranks);
+  }
+  at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) const {
+    if (golden_.at("loss") == "cross_entropy") return at::cross_entropy_loss(output, target);
+    return at::mse_loss(output, target.to(output.scalar_type()));
   }
 
   // The first values of the output in eval(), as many as Python wrote.

@@ -17,6 +17,7 @@
 #include "dsengine/errors.h"
 #include "dsengine/exported_model.h"
 #include "dsengine/exported_pipeline.h"
+#include "dsengine/model_compression.h"
 #include "dsengine/profiling.h"
 #include "layers/compressed/compressed_model.h"
 #include "layers/fp8/linear.h"
@@ -150,6 +151,45 @@ TEST(ExportedLayers, LinearLayersAndEmbeddingsAreQuantised) {
       if (layer->used()) used.push_back(layer->name());
     }
     EXPECT_THAT(used, UnorderedElementsAre("h.0.fc", "wpe"));
+  });
+}
+
+// The rows that row_pruning takes away are outputs, which GPT-2 has as columns.
+TEST(ExportedLayers, Conv1DOfHuggingFaceLosesOutputs) {
+  const GoldenModel golden("hf_gpt2");
+  const std::string layer = "transformer.h.0.mlp.c_fc";
+  const ordered_json group = {{"params", {{"dense_ratio", 0.5}}}, {"modules", ordered_json::array({"mlp\\.c_fc"})}};
+  const ordered_json rules = {{"shared_parameters", {{"enabled", true}, {"schedule_offset", 0}, {"method", "l1"}}},
+                              {"different_groups", {{"g", group}}}};
+  const LayersRun run{golden, config_with(golden, {{"compression_training", {{"row_pruning", rules}}}})};
+  const auto by_hand = load_exported(golden.path());
+  by_hand->eval();
+  const double whole = golden.loss(*by_hand, 0).item<double>();
+  at::Tensor weight = by_hand->named_parameters()[layer + ".weight"];
+  at::Tensor bias = by_hand->named_parameters()[layer + ".bias"];
+  {
+    const at::NoGradGuard no_grad;
+    const int64_t outputs = weight.size(1);
+    const at::Tensor stays = std::get<1>(weight.abs().sum(0).topk(outputs / 2));
+    const at::Tensor mask = at::zeros({outputs}).index_fill_(0, stays, 1);
+    weight.mul_(mask);
+    bias.fill_(0.1).mul_(mask);
+  }
+  const double pruned = golden.loss(*by_hand, 0).item<double>();
+  EXPECT_GT(std::abs(pruned - whole), 1e-5) << "the outputs do not count";
+  test::run_ranks(run.ranks, [&](comm::Communicator& world) {
+    const auto model = load_exported(golden.path());
+    {
+      const at::NoGradGuard no_grad;
+      model->named_parameters()[layer + ".bias"].fill_(0.1);
+    }
+    const auto engine =
+        engine::initialize({.model = model, .config = run.config, .communicator = test::borrowed(world)}).engine;
+    engine->eval();
+    EXPECT_NEAR(golden.loss(*model, 0).item<double>(), pruned, 1e-6);
+    for (const auto& [name, values] : engine::redundancy_clean(engine)) {
+      if (name == layer + ".weight") EXPECT_TRUE(values.allclose(weight)) << "the weight of the small model";
+    }
   });
 }
 

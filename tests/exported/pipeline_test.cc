@@ -70,8 +70,10 @@ std::vector<double> train(const GoldenModel& golden, const PipelineRun& run, con
       int next = 0;
       const at::Tensor loss = engine.train_batch([&] {
         // The whole batch of the step is divided by data-parallel ranks, then by micro-batches.
-        const ExportedInputs whole = golden.inputs(step, rank * kMicroBatches + next++, data * kMicroBatches);
+        const int place = rank * kMicroBatches + next++;
+        const ExportedInputs whole = golden.inputs(step, place, data * kMicroBatches);
         pipeline::MicroBatch batch;
+        if (run.options.pipeline.loss) batch.labels.push_back(golden.target(step, place, data * kMicroBatches));
         for (const auto& [name, value] : whole) {
           (name == "labels" && !run.options.labels.empty() ? batch.labels : batch.inputs).push_back(value.toTensor());
         }
@@ -187,6 +189,19 @@ TEST(ExportedPipeline, TiedWeightsStayEqualAndAreSavedUnderBothNames) {
       EXPECT_NEAR(item.value().detach().to(at::kDouble).norm().item<double>(), norm, 1e-4 * (1 + norm)) << item.key();
     }
   });
+}
+
+// Layers of an encoder, and parts of a Sequential that a residual goes around; the loss is the program's.
+TEST(ExportedPipeline, OtherModelsTrainWithALossOfTheProgram) {
+  for (const auto& [name, blocks] : {std::pair("encoder", "encoder.layers.*"), std::pair("vit", "mlp.*")}) {
+    SCOPED_TRACE(name);
+    const GoldenModel golden(name);
+    PipelineRun run{.config = pipeline_config(golden, 2, 1), .options = {.blocks = blocks}};
+    run.options.pipeline.loss = [&](const at::Tensor& output, const at::Tensor& target) {
+      return golden.loss_of(output, target);
+    };
+    expect_losses(train(golden, run), golden.losses());
+  }
 }
 
 // With weights of a file: what Python's forward returns.

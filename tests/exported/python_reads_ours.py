@@ -27,7 +27,7 @@ SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file_
 EXAMPLE = os.path.join(SOURCE, "examples", "exported")
 EXAMPLES = ["example_llama", "example_resnet", "example_graph"]  # of export.py, those that draw no random numbers
 SAMPLES, SEED = 64, 7
-FIRST = slice(16, 32)  # the samples of step 1 on one rank
+FIRST = slice(0, 16)  # the samples of step 1 on one rank
 
 
 class WithLoss(torch.nn.Module):
@@ -130,7 +130,10 @@ def check(build, folder, name, inductor):
     if not cpp < untrained:
         sys.exit(f"{name}: expected a loss below {untrained}, that of the untrained model, found {cpp}")
     words = ""
-    if inductor:
+    draws = [node for node in after.graph.nodes if "dropout" in str(node.target) and 0 not in node.args[1:2]]
+    if inductor and draws:
+        words = ", not compiled by AOTInductor, which draws other masks of dropout"
+    elif inductor:
         package = torch._inductor.aoti_compile_and_package(after, package_path=f"{folder}/{name}.aoti.pt2")
         compiled = torch._inductor.aoti_load_package(package)
         require_near(name, "AOTInductor", loss_of(lambda: compiled(*arguments, **keywords)), cpp)

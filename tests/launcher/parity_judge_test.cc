@@ -281,7 +281,15 @@ TEST(ParityCommand, RefusesWhatItCannotRun) {
   const auto run = [&](const std::vector<std::string>& words) {
     return run_parity(words, {}, console, [](const Options&, const std::vector<std::string>&) { return 0; });
   };
-  EXPECT_THAT([&] { run({"config.json", "./train"}); }, ThrowsMessage<ConfigError>(HasSubstr("no -- behind")));
+  const auto expect_refused = [&](const std::vector<std::string>& words, const std::string& what) {
+    EXPECT_THAT([&] { run(words); }, ThrowsMessage<ConfigError>(HasSubstr(what)));
+  };
+  expect_refused({"config.json", "./train"}, "found no -- behind config.json");
+  expect_refused({"--num_procs", "2", "--", "./train", "--data", "x"}, "the CONFIG is missing");
+  expect_refused({"config.json", "--num_procs", "2", "--", "./train"},
+                 "found --num_procs between config.json and --: flags of ds-launch go before CONFIG");
+  expect_refused({"--replay", "--global_batches", "config.json", "--", "./train"},
+                 "expected one of --replay and --global_batches, found both");
   EXPECT_THAT(
       [&] {
         run({"no_such.json", "--", "./train"});

@@ -97,7 +97,11 @@ Losses train_lstm_on_engine(comm::Communicator& communicator, const Config& zero
 }  // namespace
 
 Program packed_lstm() {
-  return {.name = "PackedLstm", .train_plainly = train_lstm_plainly, .train_on_engine = train_lstm_on_engine};
+  return {.name = "PackedLstm",
+          .train_plainly = train_lstm_plainly,
+          .train_on_engine = train_lstm_on_engine,
+          .config = [](int /*ranks*/, const Config& zero) { return adamw_config(zero, kAccumulation); },
+          .cuts_global_batches = false};
 }
 
 }  // namespace ds::engine

@@ -29,7 +29,14 @@ struct Program {
   std::function<Losses(int world)> train_plainly;
   // Those of this rank's part. `zero`: the section zero_optimization.
   std::function<Losses(comm::Communicator&, const Config& zero)> train_on_engine;
+  // Returns the config of its engine on so many ranks; null: that of adamw_config().
+  std::function<Config(int ranks, const Config& zero)> config = {};
+  // Each step is one global batch, which the ranks cut; false: micro-batches are numbered over ranks and steps.
+  bool cuts_global_batches = true;
 };
+
+// Returns the programs below, all of them.
+const std::vector<Program>& all_programs();
 
 Program residual_cnn();
 Program packed_lstm();

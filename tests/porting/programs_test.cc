@@ -18,18 +18,6 @@
 namespace ds::engine {
 namespace {
 
-const std::vector<Program>& programs() {
-  static const std::vector<Program> all = [] {
-    std::vector<Program> result = {residual_cnn(), packed_lstm(), dcgan(), wgan_gp(), pinn(), policy_gradient()};
-    for (const auto& some : {carried_programs(), dynamics_programs(), inner_loop_programs(), methods_programs(),
-                             text_programs(), vision_programs()}) {
-      result.insert(result.end(), some.begin(), some.end());
-    }
-    return result;
-  }();
-  return all;
-}
-
 // At stage 3 parameters are released after each use.
 Config zero_of(int stage) {
   Config zero = {{"stage", stage}, {"reduce_bucket_size", 1000}};
@@ -70,14 +58,14 @@ using Cell = std::tuple<size_t, int, int>;  // program, ranks, stage
 
 std::string name_of(const ::testing::TestParamInfo<Cell>& cell) {
   const auto [program, world, stage] = cell.param;
-  return programs()[program].name + "Ranks" + std::to_string(world) + "Stage" + std::to_string(stage);
+  return all_programs()[program].name + "Ranks" + std::to_string(world) + "Stage" + std::to_string(stage);
 }
 
 class Programs : public ::testing::TestWithParam<Cell> {};
 
 TEST_P(Programs, TrainAsThePlainLoop) {
   const auto [place, world, stage] = GetParam();
-  const Program& program = programs()[place];
+  const Program& program = all_programs()[place];
   static std::map<std::pair<size_t, int>, Losses> plain;  // of some programs the losses depend on the ranks
   const auto [known, is_new] = plain.try_emplace({place, world});
   if (is_new) known->second = program.train_plainly(world);
@@ -98,7 +86,7 @@ TEST_P(Programs, TrainAsThePlainLoop) {
 
 // 12 cells of a program. The sample has each program on each number of ranks and at each stage.
 std::vector<Cell> cells() {
-  std::vector<size_t> places(programs().size());
+  std::vector<size_t> places(all_programs().size());
   std::iota(places.begin(), places.end(), size_t{0});
   return test::grid_sample(2, places, std::vector<int>{1, 2, 4}, std::vector<int>{0, 1, 2, 3});
 }

@@ -102,6 +102,7 @@ Config Trainer::config(const Recipe& recipe) const {
 
 std::shared_ptr<TrainedModel> Trainer::train(const std::shared_ptr<torch::nn::Module>& model,
                                              const Recipe& recipe) const {
+  if (finds_config_) throw FoundConfig(config(recipe));
   if (ranks_ == nullptr) return std::make_shared<PlainModel>(model, recipe);
   InitializeOptions options{
       .model = model, .config = config(recipe), .optimizer = recipe.optimizer, .communicator = test::borrowed(*ranks_)};

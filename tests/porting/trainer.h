@@ -2,6 +2,7 @@
 // alone ("the plain loop"), and on several ranks with the engine. Tests compare the losses of the two.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -39,6 +40,14 @@ class TrainedModel {
   virtual std::shared_ptr<Engine> engine() const { return nullptr; }
 };
 
+// Thrown by a Trainer that only finds out a program's config.
+struct FoundConfig : std::exception {
+  explicit FoundConfig(Config found) : config(std::move(found)) {}
+  const char* what() const noexcept override { return "the config of a program"; }
+
+  Config config;
+};
+
 // Trains models in one of the two ways.
 class Trainer {
  public:
@@ -46,6 +55,13 @@ class Trainer {
   Trainer() = default;
   // Trains as one rank of the engine. `ranks` outlives it; `zero` is the section zero_optimization of every config.
   Trainer(comm::Communicator& ranks, Config zero) : ranks_(&ranks), zero_(std::move(zero)) {}
+  // Makes one whose train() throws the FoundConfig of the engine that it would have made.
+  static Trainer that_finds_config(Config zero) {
+    Trainer trainer;
+    trainer.zero_ = std::move(zero);
+    trainer.finds_config_ = true;
+    return trainer;
+  }
 
   // The ranks of the job; null in the plain loop.
   comm::Communicator* ranks() const { return ranks_; }
@@ -75,7 +91,19 @@ class Trainer {
  private:
   comm::Communicator* ranks_ = nullptr;
   Config zero_;
+  bool finds_config_ = false;
 };
+
+// Returns the config of the engine that a program trains on.
+template <class Train>
+Config config_of(const Train& train, const Config& zero) {
+  try {
+    train(Trainer::that_finds_config(zero));
+  } catch (const FoundConfig& found) {
+    return found.config;
+  }
+  return {};
+}
 
 // Makes a test program of one function, which trains by the Trainer that it gets and returns the losses of this rank.
 inline Program written_once(std::string name, Losses (*train)(const Trainer&), double tolerance = 1e-6) {
@@ -83,7 +111,8 @@ inline Program written_once(std::string name, Losses (*train)(const Trainer&), d
           .tolerance = tolerance,
           .train_plainly = [train](int /*world*/) { return train(Trainer()); },
           .train_on_engine = [train](comm::Communicator& communicator,
-                                     const Config& zero) { return train(Trainer(communicator, zero)); }};
+                                     const Config& zero) { return train(Trainer(communicator, zero)); },
+          .config = [train](int /*ranks*/, const Config& zero) { return config_of(train, zero); }};
 }
 
 // Returns the sum of the absolute values of all weights, which programs add to their losses to compare weights, too.

@@ -204,17 +204,20 @@ Losses train_vit(const Trainer& trainer) {
   return losses;
 }
 
+Recipe pipeline_recipe(int ranks) {
+  const int stages = std::min(2, ranks);
+  const int micro_batch = kGlobalBatch * stages / ranks / 2;
+  const Config keys = {{"train_micro_batch_size_per_gpu", micro_batch}, {"pipeline", {{"stages", stages}}}};
+  return {.clip_norm = 1.0, .accumulation = 2, .keys = keys};
+}
+
 // Trains the same model as a pipeline over two ranks, or over one where there is one.
 Losses train_vit_in_a_pipeline(comm::Communicator& communicator, const Config& zero) {
   using pipeline::LayerSpec;
   std::vector<LayerSpec> layers{LayerSpec::of<VitEmbed>()};
   for (int i = 0; i < kBlocks; ++i) layers.push_back(LayerSpec::of<VitBlock>(i).named("block" + std::to_string(i)));
   layers.push_back(LayerSpec::of<VitHead>());
-  const int stages = std::min(2, communicator.size());
-  const Recipe recipe{.clip_norm = 1.0,
-                      .accumulation = 2,
-                      .keys = {{"train_micro_batch_size_per_gpu", kGlobalBatch * stages / communicator.size() / 2},
-                               {"pipeline", {{"stages", stages}}}}};
+  const Recipe recipe = pipeline_recipe(communicator.size());
   const auto net = std::make_shared<pipeline::PipelineModule>(layers, pipeline::PipelineOptions{.loss = cross_entropy});
   const auto engine = start(net, Trainer(communicator, zero).config(recipe), communicator).engine;
   Losses losses;
@@ -232,7 +235,7 @@ Losses train_vit_in_a_pipeline(comm::Communicator& communicator, const Config& z
   double weights = 0;
   for (const auto& [name, weight] : engine->fp32_state_dict())
     weights += weight.to(torch::kDouble).abs().sum().item<double>();
-  losses.push_back(weights * stages);  // the mean over ranks is the model's
+  losses.push_back(weights * std::min(2, communicator.size()));  // the mean over ranks is the model's
   return losses;
 }
 
@@ -435,6 +438,9 @@ std::vector<Program> vision_programs() {
   constexpr double kBiasesOfRounding = 5e-4;
   Program in_a_pipeline = written_once("VitPipeline", train_vit);
   in_a_pipeline.train_on_engine = train_vit_in_a_pipeline;
+  in_a_pipeline.config = [](int ranks, const Config& zero) {
+    return Trainer::that_finds_config(zero).config(pipeline_recipe(ranks));
+  };
   return {written_once("Diffusion", train_diffusion),
           written_once("Vit", train_vit),
           in_a_pipeline,
