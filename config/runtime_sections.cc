@@ -127,4 +127,15 @@ void describe(JsonFields& json, TensorboardSection& s) {
   json.field("job_name", s.job_name);
 }
 
+void describe(JsonFields& json, MetricsSection& s) {
+  json.section("json_lines", s.json_lines, describe, UnknownKeys::kRefuse);
+  json.section("openmetrics", s.openmetrics, describe, UnknownKeys::kRefuse);
+  json.section("mlflow", s.mlflow, describe, UnknownKeys::kRefuse);
+  json.field("tokens_per_sample", s.tokens_per_sample, above(0));
+  json.field("mfu", s.mfu);
+  json.field("peak_tflops", s.peak_tflops, above(0));
+  json.field("flops_per_sample", s.flops_per_sample, above(0));
+  json.field("causal_flops_per_sample", s.causal_flops_per_sample, above(0));
+}
+
 }  // namespace ds::engine::config

@@ -12,6 +12,8 @@
 #include "dsengine/comm.h"
 #include "dsengine/config.h"
 #include "engine/report/flops_report.h"
+#include "engine/report/logged_values.h"
+#include "engine/report/run_rates.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
 #include "profiling/device_clock.h"
@@ -68,14 +70,15 @@ struct StepReport {
   int64_t train_batch_size = 0;
   double loss_scale = 1.0;
   std::optional<double> loss;  // the loss of the global batch, where the engine knows it
+  double tokens = 0;           // the sum of the counts of backward_mean() over ranks, where it was called
 };
 
 // One per engine, on all ranks; writes on rank 0 only. Not thread safe.
 class Reporter {
  public:
   // Throws IoError when a monitor's folder or the file of the flops profile cannot be written. One that fails later is
-  // dropped with an error in the log: the step it would report is applied. `model`, which outlives it, has the device
-  // whose time the breakdown tells: one step later where it is not the CPU.
+  // dropped with an error in the log: the step it would report is applied. `config` and `model` outlive it; the model
+  // has the device whose time the breakdown tells: one step later where it is not the CPU.
   Reporter(const config::DsConfig& config, const ModelState& model);
 
   // Called before the first micro-batch of a step, after `steps` steps; perhaps again, if the micro-batch is repeated.
@@ -91,6 +94,15 @@ class Reporter {
   }
   // Collective in the step whose flops are profiled.
   void step_ends(const StepReport& step);
+  // The values of Engine::log() until they are written; null on all ranks where there are no monitors.
+  LoggedValues* logged() { return logged_ ? &*logged_ : nullptr; }
+  // Writes them after `steps` steps, if it is time to. Collective over data-parallel ranks; throws UsageError on all of
+  // them where they have logged different names.
+  void write_logged(int64_t steps);
+  // Does so at the end of an epoch, after `samples` samples, whatever the time.
+  void end_epoch(int64_t samples);
+  // Adds a monitor of the program's, on all ranks; null but on rank 0.
+  void add_monitor(std::unique_ptr<profiling::Monitor> monitor);
   // The flops report; null without flops_profiler.
   const FlopsReport* flops() const { return flops_ ? &*flops_ : nullptr; }
 
@@ -102,7 +114,7 @@ class Reporter {
   void print_memory(const StepReport& step);
   // Prints the profile of the regions that this thread began since the last line.
   static void print_checkpoints();
-  void write_events(const StepReport& step);
+  void write_events(const StepReport& step, double seconds);
   void add(profiling::Phase phase, const Moment& from, const Moment& to);
   // Reports the times of the step that is over, or of the one before; `samples`: its samples.
   void tell_times(int64_t samples);
@@ -113,7 +125,11 @@ class Reporter {
   const bool checkpoints_;
   const bool scales_loss_;
   const int64_t steps_per_print_;  // 0: never
-  profiling::MonitorList monitors_;
+  profiling::MonitorList monitors_;       // of rank 0
+  std::optional<RunRates> rates_;         // on rank 0, where there are monitors
+  std::optional<LoggedValues> logged_;    // on all ranks, where there are monitors
+  const ModelState& model_;
+  const config::DsConfig& config_;
   profiling::StepTimers timers_;
   profiling::ThroughputMeter throughput_;
   std::optional<FlopsReport> flops_;                // flops_profiler

@@ -142,6 +142,7 @@ struct DsConfig {
   CommsLoggerSection comms_logger;
   TensorboardSection tensorboard;
   CsvMonitorSection csv_monitor;
+  MetricsSection metrics;  // ours
 
   CheckpointSection checkpoint;
   PipelineSection pipeline;

@@ -117,6 +117,21 @@ struct TensorboardSection {
 
 using CsvMonitorSection = TensorboardSection;
 
+// metrics, a section of ours (docs/monitoring.md)
+struct MetricsSection {
+  TensorboardSection json_lines;   // a file of JSON lines
+  TensorboardSection openmetrics;  // a text file for node_exporter, output_path/job_name.prom
+  TensorboardSection mlflow;       // a run in MLflow's file store at output_path, in the experiment job_name
+  std::optional<double> tokens_per_sample;  // for tokens a second; empty: the counts of backward_mean()
+  bool mfu = false;                         // write the share of the device's peak that the model's operations use
+  // The peak of one device in 10^12 operations a second; empty: initialize() times products of matrices.
+  std::optional<double> peak_tflops;
+  // Operations of the whole model for a sample, forward and backward, with all pairs of attention, and with those that a
+  // causal mask leaves; empty: flops_profiler, which is enabled then, counts them.
+  std::optional<double> flops_per_sample;
+  std::optional<double> causal_flops_per_sample;
+};
+
 // elasticity
 struct ElasticitySection {
   bool enabled = false;

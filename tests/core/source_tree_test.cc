@@ -375,6 +375,7 @@ const std::set<std::string> kOutsideTheLocale = {
     "core/json/parse_json.h: json::parse",  // in a ClassicScope
     "engine/parity_record.h: a stream",     // a member; made by classic_stream
     "profiling/csv_monitor.cc: a stream",   // a member; made by classic_stream
+    "profiling/metric_files.cc: a stream",
     "profiling/tensorboard_monitor.cc: a stream",
 };
 
