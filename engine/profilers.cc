@@ -68,7 +68,7 @@ void end_epoch(Engine& engine) {
   Engine::Impl& impl = EngineAccess::impl_of(engine);
   impl.named([&] {
     impl.order.require(Call::kEndEpoch);
-    impl.reporter->end_epoch(impl.progress.global_samples);
+    impl.reporter->write_logged(impl.progress.global_steps, impl.progress.global_samples);
   });
 }
 

@@ -154,6 +154,7 @@ void Engine::step() {
     impl_->make_step();
     if (impl_->parity) impl_->parity->after_step(*this);
   });
+  impl_->reporter->trace_step(impl_->progress.global_steps);
 }
 
 void Engine::Impl::make_step() {

@@ -29,9 +29,8 @@ nlohmann::ordered_json json_number(double value) {
 class JsonLinesMonitor final : public Monitor {
  public:
   JsonLinesMonitor(const std::string& output_path, const std::string& job_name)
-      : path_(
-            (std::filesystem::path(make_monitor_folder(output_path, job_name, kJsonLinesSection)) / "metrics.jsonl")
-                .string()),
+      : path_((std::filesystem::path(make_monitor_folder(output_path, job_name, kJsonLinesSection)) / "metrics.jsonl")
+                  .string()),
         file_(classic_stream<std::ofstream>()) {
     file_.open(path_, std::ios::app);
     if (!file_) fail_to_write(kJsonLinesSection, path_);
@@ -101,10 +100,11 @@ class OpenMetricsMonitor final : public Monitor {
     std::map<std::string, std::string> metrics;
     for (const auto& [name, value] : values_) {
       const std::string metric = metric_name(name);
-      metrics[metric] += cat(metric, "{job=\"", escaped(job_), "\",name=\"", escaped(name), "\"} ",
-                             metric_value(value), '\n');
+      metrics[metric] +=
+          cat(metric, "{job=\"", escaped(job_), "\",name=\"", escaped(name), "\"} ", metric_value(value), '\n');
     }
-    std::string text = cat("# TYPE dsengine_samples gauge\ndsengine_samples{job=\"", escaped(job_), "\"} ", samples_, '\n');
+    std::string text =
+        cat("# TYPE dsengine_samples gauge\ndsengine_samples{job=\"", escaped(job_), "\"} ", samples_, '\n');
     for (const auto& [metric, lines] : metrics) text += cat("# TYPE ", metric, " gauge\n", lines);
     text += "# EOF\n";
     write_whole_file(path_, text, /*durable=*/false);

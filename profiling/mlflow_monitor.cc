@@ -134,8 +134,8 @@ class MlflowMonitor final : public Monitor {
           cat("artifact_uri: ", quoted("file://" + (run_ / "artifacts").string()), "\nend_time: ", end,
               "\nentry_point_name: ''\nexperiment_id: '", experiment_, "'\nlifecycle_stage: active\nrun_id: ", run_id_,
               "\nrun_name: ", run_name(), "\nrun_uuid: ", run_id_, "\nsource_name: ''\nsource_type: ", kLocalSource,
-              "\nsource_version: ''\nstart_time: ", begin_, "\nstatus: ", status, "\ntags: []\nuser_id: '",
-              ::getuid(), "'\n"));
+              "\nsource_version: ''\nstart_time: ", begin_, "\nstatus: ", status, "\ntags: []\nuser_id: '", ::getuid(),
+              "'\n"));
   }
 
   int64_t begin_;

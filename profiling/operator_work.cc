@@ -108,7 +108,8 @@ OperatorWork convolution_backward(Inputs inputs) {
 }
 
 // query [..., s, d], key [..., t, d], value [..., t, e] from input kFirst on: kScores products with d, kValues with e.
-// Input kCausal says whether the mask is causal. Backward, with more than one product with d, computes the scores again.
+// Input kCausal says whether the mask is causal. Backward, with more than one product with d, computes the scores
+// again.
 template <size_t kFirst, int kScores, int kValues, size_t kCausal>
 OperatorWork attention(Inputs inputs) {
   const at::Tensor query = tensor(inputs, kFirst);

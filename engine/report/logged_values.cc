@@ -25,10 +25,19 @@ namespace ds::engine {
 namespace {
 
 // What the engine's own points end with, behind "Train/Samples/".
-constexpr std::array<const char*, 13> kOwnNames = {
-    "train_loss",         "lr",  "loss_scale", "grad_norm",           "samples_per_second",
-    "tokens_per_second",  "mfu", "mfu_causal", "resident_bytes",      "device_peak_bytes",
-    "elapsed_time_ms_forward", "elapsed_time_ms_backward", "elapsed_time_ms_step"};
+constexpr std::array<const char*, 13> kOwnNames = {"train_loss",
+                                                   "lr",
+                                                   "loss_scale",
+                                                   "grad_norm",
+                                                   "samples_per_second",
+                                                   "tokens_per_second",
+                                                   "mfu",
+                                                   "mfu_causal",
+                                                   "resident_bytes",
+                                                   "device_peak_bytes",
+                                                   "elapsed_time_ms_forward",
+                                                   "elapsed_time_ms_backward",
+                                                   "elapsed_time_ms_step"};
 
 const char* name_of(Reduce reduce) {
   switch (reduce) {
@@ -77,8 +86,9 @@ LoggedValues::Point& LoggedValues::open_point(const std::string& name, const Log
             "\"): expected a name of the program's own, found one that the engine writes itself");
   }
   const auto [known, is_new] = names_.try_emplace(name, options);
-  require(is_new || known->second == options, "engine->log(\"", name, "\"): expected the options of the calls before, (",
-          words_of(known->second), "), found (", words_of(options), ")");
+  require(is_new || known->second == options, "engine->log(\"", name,
+          "\"): expected the options of the calls before, (", words_of(known->second), "), found (", words_of(options),
+          ")");
   auto point = std::find_if(points_.begin(), points_.end(),
                             [&](const Point& other) { return !other.place && other.name == name; });
   if (point == points_.end()) point = points_.insert(points_.end(), Point{.name = name, .options = options});
@@ -155,9 +165,10 @@ void LoggedValues::require_same_names(const std::vector<Point>& shared) const {
       comm::texts_of_ranks(list.empty() ? "nothing" : list, model_.ranks.device, ranks, "lists of logged values");
   std::string all;
   for (size_t rank = 0; rank < lists.size(); ++rank) all += cat(" Rank ", rank, ": ", lists[rank], ".");
-  throw UsageError(cat("engine->log(): ranks have logged other names with sync_dist, or in another order; expected the ",
-                       "same on every rank, found (name, options, samples so far)", all, " Log a value that one rank ",
-                       "alone has without sync_dist. The values are not written (this is rank ", ranks.rank(), ")"));
+  throw UsageError(
+      cat("engine->log(): ranks have logged other names with sync_dist, or in another order; expected the ",
+          "same on every rank, found (name, options, samples so far)", all, " Log a value that one rank ",
+          "alone has without sync_dist. The values are not written (this is rank ", ranks.rank(), ")"));
 }
 
 at::Tensor LoggedValues::values_of(const std::vector<Point>& points, bool all_ranks) const {

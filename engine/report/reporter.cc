@@ -6,6 +6,7 @@
 
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/errors.h"
 #include "model/state/held_bytes.h"
 #include "profiling/meters.h"
 
@@ -54,10 +55,30 @@ Reporter::Reporter(const config::DsConfig& config, const ModelState& model)
       last_step_end_(profiling::monotonic_seconds()) {
   if (config.flops_profiler.enabled) flops_.emplace(config, model);
   if (memory_ && is_first_rank_) tensors_.emplace();
+  const config::TraceSection& trace = config.trace;
+  const int64_t rank = model.ranks.world->rank();
+  if (trace.enabled && (trace.ranks.empty() || std::count(trace.ranks.begin(), trace.ranks.end(), rank) > 0)) {
+    profiler_.emplace(profiling::profile(
+        {.schedule = {.wait = trace.wait, .warmup = trace.warmup, .active = trace.active, .repeat = trace.repeat},
+         .on_trace_ready = profiling::write_traces(trace.output_path),
+         .record_shapes = trace.record_shapes,
+         .profile_memory = trace.profile_memory,
+         .rank = static_cast<int>(rank)}));
+  }
   for (const MonitorRow& row : monitors_of(config)) {
     if (row.section.enabled) {
       add_monitor(is_first_rank_ ? row.make(row.section.output_path, row.section.job_name) : nullptr);
     }
+  }
+}
+
+void Reporter::trace_step(int64_t steps) {
+  if (!profiler_ || std::exchange(traced_steps_, steps) == steps) return;
+  try {
+    profiler_->step();
+  } catch (const IoError& error) {
+    log::error(error.what(), ". Training goes on without traces");
+    profiler_.reset();
   }
 }
 
@@ -68,13 +89,9 @@ void Reporter::add_monitor(std::unique_ptr<profiling::Monitor> monitor) {
   monitors_.add(std::move(monitor));
 }
 
-void Reporter::write_logged(int64_t steps) {
-  if (!logged_ || steps % (steps_per_print_ > 0 ? steps_per_print_ : kStepsPerWriting) != 0) return;
-  monitors_.write_events(logged_->take());
-}
-
-void Reporter::end_epoch(int64_t samples) {
-  if (logged_) monitors_.write_events(logged_->take(samples));
+void Reporter::write_logged(int64_t steps, std::optional<int64_t> epoch_end) {
+  const bool is_time = epoch_end || steps % (steps_per_print_ > 0 ? steps_per_print_ : kStepsPerWriting) == 0;
+  if (logged_ && is_time) monitors_.write_events(logged_->take(epoch_end));
 }
 
 void Reporter::add(Phase phase, const Moment& from, const Moment& to) {

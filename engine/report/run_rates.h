@@ -25,8 +25,8 @@ class RunRates {
     double tokens = 0;    // of all ranks, as the program has counted them; 0: it has not
     const profiling::ModuleWork::UsefulFlops* of_sample = nullptr;  // as flops_profiler has counted; null: it has not
   };
-  // Adds a step's points at `place` of the x-axis: samples and tokens a second, MFU with all pairs of attention and with
-  // those of a causal mask, memory. The first steps have no rates, as in ThroughputMeter.
+  // Adds a step's points at `place` of the x-axis: samples and tokens a second, MFU with all pairs of attention and
+  // with those of a causal mask, memory. The first steps have no rates, as in ThroughputMeter.
   void add_to(std::vector<profiling::Event>& events, const Step& step, int64_t place);
 
  private:

@@ -143,6 +143,7 @@ struct DsConfig {
   TensorboardSection tensorboard;
   CsvMonitorSection csv_monitor;
   MetricsSection metrics;  // ours
+  TraceSection trace;      // ours
 
   CheckpointSection checkpoint;
   PipelineSection pipeline;

@@ -262,7 +262,7 @@ class Engine {
   // Move state to host memory, and back; see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
   void reload_states();
-  int64_t moved_bytes() const;  // bytes in host memory after offload_states()
+  int64_t moved_bytes() const;              // bytes in host memory after offload_states()
   using ModelStateBytes = zero::HeldBytes;  // bytes of model states that this rank holds on the device now
   ModelStateBytes model_state_bytes() const;
   // The bytes that offload_optimizer and offload_param keep in host memory and files; not part of model_state_bytes().

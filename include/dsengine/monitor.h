@@ -6,8 +6,8 @@
 //   engine::end_epoch(*engine);
 //
 // The engine adds its own values, one point a step: loss, learning rate, loss scale, gradient norm, rates, memory, MFU
-// (docs/monitoring.md). The config chooses monitors: tensorboard, csv_monitor, and json_lines, openmetrics and mlflow of
-// the section "metrics". A monitor of one's own is a class with one function:
+// (docs/monitoring.md). The config chooses monitors: tensorboard, csv_monitor, and json_lines, openmetrics and mlflow
+// of the section "metrics". A monitor of one's own is a class with one function:
 //
 //   struct Terminal : profiling::Monitor {
 //     void write_events(const std::vector<profiling::Event>& events) override {

@@ -84,7 +84,8 @@ TEST_P(AnyMonitor, SaysAtOnceThatItCannotWrite) {
       make(path, "job");
       FAIL() << "expected IoError for " << path;
     } catch (const IoError& error) {
-      EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr(section), testing::HasSubstr(path), testing::HasSubstr("output_path")));
+      EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr(section), testing::HasSubstr(path),
+                                               testing::HasSubstr("output_path")));
     }
   }
 }

@@ -97,7 +97,7 @@ TEST(LoggedValues, OneCollectiveTakesAllOfThem) {
   test::run_ranks(2, [&](comm::Communicator& ranks) {
     SmallNet model;
     const auto engine = kept_engine(model, logging_config(), ranks, curves);
-    const auto gathers = [&] { 
+    const auto gathers = [&] {
       return engine->communicator().counters().calls[static_cast<size_t>(comm::CollectiveKind::kAllGather)];
     };
     end_epoch(*engine);  // without values
@@ -223,9 +223,10 @@ TEST(OwnValues, AreInAllFilesOfTheSectionMetrics) {
   });
   EXPECT_THAT(test::file_text(folder.path() / "json_lines/run/metrics.jsonl"),
               AllOf(HasSubstr(R"("Train/Samples/lr":0.02)"), HasSubstr(R"("one":1.0)")));
-  EXPECT_THAT(test::file_text(folder.path() / "openmetrics/run.prom"),
-              AllOf(HasSubstr("dsengine_train_samples_lr{job=\"run\",name=\"Train/Samples/lr\"} 0.02\n"),
-                    HasSubstr("dsengine_one{job=\"run\",name=\"one\"} 1\n"), HasSubstr("dsengine_samples{job=\"run\"} 32\n")));
+  EXPECT_THAT(
+      test::file_text(folder.path() / "openmetrics/run.prom"),
+      AllOf(HasSubstr("dsengine_train_samples_lr{job=\"run\",name=\"Train/Samples/lr\"} 0.02\n"),
+            HasSubstr("dsengine_one{job=\"run\",name=\"one\"} 1\n"), HasSubstr("dsengine_samples{job=\"run\"} 32\n")));
 }
 
 TEST(OwnValues, MfuWithoutOperationsIsAConfigError) {
