@@ -41,7 +41,8 @@ class JsonLinesMonitor final : public Monitor {
       nlohmann::ordered_json line = {{"step", events[first].step}, {"time", wall_seconds()}};
       size_t next = first;
       for (; next < events.size() && events[next].step == events[first].step; ++next) {
-        line[events[next].name] = json_number(events[next].value);
+        const std::string& name = events[next].name;
+        line[name == "step" || name == "time" ? name + "_" : name] = json_number(events[next].value);
       }
       file_ << line.dump() << '\n';
       first = next;

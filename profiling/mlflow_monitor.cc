@@ -2,6 +2,9 @@
 // experiment, in it one for each run, with a meta.yaml in both, and a file for each metric.
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -32,7 +35,7 @@ constexpr int kLocalSource = 4;
 int64_t now_ms() { return static_cast<int64_t>(wall_seconds() * 1e3); }
 
 // A text in double quotes, which YAML reads as JSON writes it.
-std::string quoted(const std::string& text) { return nlohmann::json(text).dump(); }
+std::string yaml_text(const std::string& text) { return nlohmann::json(text).dump(); }
 
 // A number of 32 hexadecimal digits, as MLflow names runs.
 std::string new_run_id() {
@@ -66,7 +69,8 @@ std::string find_experiment(const fs::path& store, const std::string& name) {
   for (const auto& entry : fs::directory_iterator(store, ignored)) {
     auto meta = classic_stream<std::ifstream>(entry.path() / "meta.yaml");
     for (std::string line; std::getline(meta, line);) {
-      if (line == cat("name: ", name) || line == cat("name: ", quoted(name))) return entry.path().filename().string();
+      if (line == cat("name: ", name) || line == cat("name: ", yaml_text(name)))
+        return entry.path().filename().string();
     }
   }
   return {};
@@ -81,9 +85,9 @@ class MlflowMonitor final : public Monitor {
       experiment_ = cat(begin_, ::getpid() % 1000);  // a number that no experiment of the store has
       make_folder(store / experiment_);
       write(store / experiment_ / "meta.yaml",
-            cat("artifact_location: ", quoted("file://" + (store / experiment_).string()), "\ncreation_time: ", begin_,
-                "\nexperiment_id: '", experiment_, "'\nlast_update_time: ", begin_,
-                "\nlifecycle_stage: active\nname: ", quoted(job_name), '\n'));
+            cat("artifact_location: ", yaml_text("file://" + (store / experiment_).string()),
+                "\ncreation_time: ", begin_, "\nexperiment_id: '", experiment_, "'\nlast_update_time: ", begin_,
+                "\nlifecycle_stage: active\nname: ", yaml_text(job_name), '\n'));
     }
     run_ = store / experiment_ / run_id_;
     for (const char* part : {"metrics", "params", "tags", "artifacts"}) make_folder(run_ / part);
@@ -131,7 +135,7 @@ class MlflowMonitor final : public Monitor {
   void write_run(int status) const {
     const std::string end = status == kRunning ? "null" : cat(now_ms());
     write(run_ / "meta.yaml",
-          cat("artifact_uri: ", quoted("file://" + (run_ / "artifacts").string()), "\nend_time: ", end,
+          cat("artifact_uri: ", yaml_text("file://" + (run_ / "artifacts").string()), "\nend_time: ", end,
               "\nentry_point_name: ''\nexperiment_id: '", experiment_, "'\nlifecycle_stage: active\nrun_id: ", run_id_,
               "\nrun_name: ", run_name(), "\nrun_uuid: ", run_id_, "\nsource_name: ''\nsource_type: ", kLocalSource,
               "\nsource_version: ''\nstart_time: ", begin_, "\nstatus: ", status, "\ntags: []\nuser_id: '", ::getuid(),

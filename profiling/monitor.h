@@ -20,7 +20,8 @@ std::unique_ptr<Monitor> make_tensorboard_monitor(const std::string& output_path
 
 // A file output_path/job_name/metrics.jsonl with a JSON object a line, {"step":8,"time":1.7e9,"lr":0.1,...}: events of
 // one call with one step share a line, `time` is in seconds since 1970, and numbers that are not finite are the texts
-// "NaN", "Infinity" and "-Infinity". Appends to what an earlier run wrote. Throws IoError when it cannot be written.
+// "NaN", "Infinity" and "-Infinity". Events that are named step or time become step_ and time_. Appends to what an
+// earlier run wrote. Throws IoError when it cannot be written.
 std::unique_ptr<Monitor> make_json_lines_monitor(const std::string& output_path, const std::string& job_name);
 
 // A file output_path/job_name.prom with the last value of each name as a gauge in the text format that OpenMetrics and

@@ -28,7 +28,7 @@ TEST(JsonLinesMonitor, HasALineForEachStepAndAppends) {
   const test::GroupedLocale locale;
   {
     const auto monitor = make_json_lines_monitor(folder.path().string(), "job");
-    monitor->write_events({{"lr", 0.1, 1000}, {"loss", std::nan(""), 1000}, {"lr", 0.05, 2000}});
+    monitor->write_events({{"lr", 0.1, 1000}, {"loss", std::nan(""), 1000}, {"lr", 0.05, 2000}, {"time", 3, 2000}});
   }
   make_json_lines_monitor(folder.path().string(), "job")
       ->write_events({{"lr", -std::numeric_limits<double>::infinity(), 3000}});
@@ -41,7 +41,7 @@ TEST(JsonLinesMonitor, HasALineForEachStepAndAppends) {
     line.erase("time");
   }
   EXPECT_EQ(lines[0], (nlohmann::json{{"step", 1000}, {"lr", 0.1}, {"loss", "NaN"}}));
-  EXPECT_EQ(lines[1], (nlohmann::json{{"step", 2000}, {"lr", 0.05}}));
+  EXPECT_EQ(lines[1], (nlohmann::json{{"step", 2000}, {"lr", 0.05}, {"time_", 3.0}}));
   EXPECT_EQ(lines[2], (nlohmann::json{{"step", 3000}, {"lr", "-Infinity"}}));
 }
 
