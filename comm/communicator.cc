@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "core/replay/memory_writes.h"
 #include "core/tensor_check.h"
+#include "core/trace_span.h"
 
 namespace ds::comm {
 namespace {
@@ -82,7 +83,9 @@ bool Work::is_completed() const { return !state_ || state_->is_completed(); }
 bool Work::is_ready() const { return !state_ || state_->is_ready(); }
 
 void Work::wait() const {
-  if (state_) state_->wait();
+  if (!state_) return;
+  const TraceSpan span([] { return "wait for a collective"; });
+  state_->wait();
 }
 
 int64_t CommCounters::total_bytes_sent() const {
@@ -172,8 +175,13 @@ Work Communicator::checked_launch(Collective collective) {
           "(fork and exec), or let the rank itself do it");
   collective.step = family_->step;
   collective.phase = family_->phase;
-  count(collective);
   note_memory_write(collective.output);
+  const int64_t before = counters_.total_bytes_sent();
+  count(collective);
+  const TraceSpan span([&] {
+    return cat(name_of(collective.kind), ' ', collective.label, " | ", name_, " | sent ",
+               counters_.total_bytes_sent() - before, " bytes");
+  });
   return observed_launch(collective, 0);
 }
 

@@ -161,6 +161,24 @@ void check_checkpoint(const DsConfig& c, JsonProblems& problems) {
 
 // JSON text that reads as a number. DeepSpeed's pydantic sections take it too; where it reads a key by itself it fails
 // with a TypeError, at the start or in the optimizer's first step.
+void check_metrics(const DsConfig& c, JsonProblems& problems) {
+  const MetricsSection& s = c.metrics;
+  if (s.mfu && !s.flops_per_sample && !c.flops_profiler.enabled) {
+    problems.error("/metrics/mfu",
+                   "needs the operations of a sample, found neither metrics.flops_per_sample nor "
+                   "\"flops_profiler\": {\"enabled\": true}; add one of them");
+  }
+  if (s.causal_flops_per_sample && !s.flops_per_sample) {
+    problems.error("/metrics/causal_flops_per_sample",
+                   "expected metrics.flops_per_sample beside it, found none; give both or neither");
+  }
+  if (s.causal_flops_per_sample && s.flops_per_sample && *s.causal_flops_per_sample > *s.flops_per_sample) {
+    problems.error("/metrics/causal_flops_per_sample",
+                   cat("expected at most metrics.flops_per_sample, ", *s.flops_per_sample, ", found ",
+                       *s.causal_flops_per_sample));
+  }
+}
+
 void warn_of_text(const DsConfig& c, JsonProblems& problems) {
   const auto warn = [&problems](const std::string& pointer, const nlohmann::ordered_json& value) {
     double number = 0;
@@ -336,6 +354,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_activations(config, problems);
   check_sequence_parallel(config, problems);
   check_checkpoint(config, problems);
+  check_metrics(config, problems);
   warn_of_text(config, problems);
   check_elasticity(config, problems);
   check_tensor_parallel(config, problems);

@@ -26,6 +26,8 @@ void describe(JsonFields& json, FlightRecorderSection& section);
 void describe(JsonFields& json, TimersSection& section);
 void describe(JsonFields& json, CheckpointSection& section);
 void describe(JsonFields& json, TensorboardSection& section);
+void describe(JsonFields& json, MetricsSection& section);
+void describe(JsonFields& json, TraceSection& section);
 void describe(JsonFields& json, WandbSection& section);
 void describe(JsonFields& json, CometSection& section);
 void describe(JsonFields& json, PipelineSection& section);

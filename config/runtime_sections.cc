@@ -127,4 +127,27 @@ void describe(JsonFields& json, TensorboardSection& s) {
   json.field("job_name", s.job_name);
 }
 
+void describe(JsonFields& json, TraceSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("output_path", s.output_path);
+  json.field("wait", s.wait, at_least(0));
+  json.field("warmup", s.warmup, at_least(0));
+  json.field("active", s.active, at_least(1));
+  json.field("repeat", s.repeat, at_least(0));
+  json.field("ranks", s.ranks);
+  json.field("record_shapes", s.record_shapes);
+  json.field("profile_memory", s.profile_memory);
+}
+
+void describe(JsonFields& json, MetricsSection& s) {
+  json.section("json_lines", s.json_lines, describe, UnknownKeys::kRefuse);
+  json.section("openmetrics", s.openmetrics, describe, UnknownKeys::kRefuse);
+  json.section("mlflow", s.mlflow, describe, UnknownKeys::kRefuse);
+  json.field("tokens_per_sample", s.tokens_per_sample, above(0));
+  json.field("mfu", s.mfu);
+  json.field("peak_tflops", s.peak_tflops, above(0));
+  json.field("flops_per_sample", s.flops_per_sample, above(0));
+  json.field("causal_flops_per_sample", s.causal_flops_per_sample, above(0));
+}
+
 }  // namespace ds::engine::config

@@ -135,6 +135,8 @@ void describe_logging(JsonFields& json, DsConfig& c, SectionsWithoutEffect& othe
   json.section("comms_logger", c.comms_logger, describe, UnknownKeys::kRefuse);
   json.section("tensorboard", c.tensorboard, describe, UnknownKeys::kRefuse);
   json.section("csv_monitor", c.csv_monitor, describe, UnknownKeys::kRefuse);
+  json.section("metrics", c.metrics, describe, UnknownKeys::kRefuse);
+  json.section("trace", c.trace, describe, UnknownKeys::kRefuse);
   json.section("wandb", other.wandb, describe, UnknownKeys::kRefuse);
   json.section("comet", other.comet, describe, UnknownKeys::kRefuse);
 }

@@ -93,7 +93,9 @@ at::Tensor step_by_closure(Engine::Impl& engine, const std::function<at::Tensor(
 }  // namespace
 
 at::Tensor Engine::step(const std::function<at::Tensor()>& closure) {
-  return impl_->named([&] { return step_by_closure(*impl_, closure); });
+  at::Tensor loss = impl_->named([&] { return step_by_closure(*impl_, closure); });
+  impl_->reporter->trace_step(impl_->progress.global_steps);
+  return loss;
 }
 
 }  // namespace ds::engine

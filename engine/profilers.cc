@@ -1,7 +1,10 @@
-// Gives programs the measurements of an engine's comms_logger and flops_profiler.
+// Gives programs the measurements of an engine's comms_logger and flops_profiler, and takes their values for monitors.
 #include "dsengine/profiling.h"
 
+#include <utility>
+
 #include "core/check.h"
+#include "dsengine/monitor.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -45,6 +48,38 @@ std::optional<profiling::FlopsProfile> flops_profile(Engine& engine) {
           "flops_profile: expected a ds_config with \"flops_profiler\": {\"enabled\": true}, found none; "
           "profiling::profile_flops counts without an engine");
   return reporter.flops()->profile();
+}
+
+void Engine::log(const std::string& name, double value, const LogOptions& options) {
+  impl_->named([&] {
+    impl_->order.require(Call::kLog);
+    if (LoggedValues* const logged = impl_->reporter->logged()) logged->add(name, value, options);
+  });
+}
+
+void Engine::log(const std::string& name, const at::Tensor& value, const LogOptions& options) {
+  impl_->named([&] {
+    impl_->order.require(Call::kLog);
+    if (LoggedValues* const logged = impl_->reporter->logged()) logged->add(name, value, options);
+  });
+}
+
+void end_epoch(Engine& engine) {
+  Engine::Impl& impl = EngineAccess::impl_of(engine);
+  impl.named([&] {
+    impl.order.require(Call::kEndEpoch);
+    impl.reporter->write_logged(impl.progress.global_steps, impl.progress.global_samples);
+  });
+}
+
+void add_monitor(Engine& engine, std::unique_ptr<profiling::Monitor> monitor) {
+  Engine::Impl& impl = EngineAccess::impl_of(engine);
+  impl.named([&] {
+    impl.order.require(Call::kAddMonitor);
+    require(monitor != nullptr || impl.state.ranks.world->rank() != 0,
+            "add_monitor(): expected a monitor on rank 0, found null");
+    impl.reporter->add_monitor(std::move(monitor));
+  });
 }
 
 }  // namespace ds::engine

@@ -154,6 +154,7 @@ void Engine::step() {
     impl_->make_step();
     if (impl_->parity) impl_->parity->after_step(*this);
   });
+  impl_->reporter->trace_step(impl_->progress.global_steps);
 }
 
 void Engine::Impl::make_step() {
@@ -238,8 +239,10 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
                        .micro_batches = counts.micro_batches,
                        .train_batch_size = samples,
                        .loss_scale = told ? scaled_backward->loss_scale() : 1.0,
-                       .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
+                       .loss = told && loss.defined() ? loss.item<double>() : progress.loss,
+                       .tokens = told ? step->late().tokens() : 0.0});
   replicas->step_made(progress.global_steps);
+  reporter->write_logged(progress.global_steps);
 }
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->order.micro_batches.at_boundary(); }

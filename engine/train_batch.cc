@@ -180,6 +180,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   Impl& self = *impl_;
   PipelineState& parts = pipeline_of(self, Call::kTrainBatch);
   self.order.require(Call::kTrainBatch);
+  self.reporter->trace_step(self.progress.global_steps);
   const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
   const pipeline::Schedule& schedule = training_schedule(parts, self.state.plan, micro_batches);
   self.progress.step_applied = false;

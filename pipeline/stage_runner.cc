@@ -13,6 +13,7 @@
 #include "core/memory/storage_memory.h"
 #include "core/memory/tensor_holders.h"
 #include "core/tensor_check.h"
+#include "core/trace_span.h"
 #include "pipeline/placed_errors.h"
 #include "pipeline/split_activations.h"
 
@@ -136,6 +137,7 @@ StageMessages::Route StageRunner::route(const Run& run, const Action& action, in
 void StageRunner::do_action(Run& run, const Action& action) {
   const int stage = action.stage;
   run.arrived = std::chrono::steady_clock::now();
+  const TraceSpan span([&] { return cat("pipeline: ", to_text(action)); });
   const auto passing = [&]() -> Passing& { return run.passing.at({stage, action.micro_batch}); };
   switch (action.kind) {
     case ActionKind::kForward:

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -12,12 +11,6 @@ namespace ds::profiling {
 namespace {
 
 constexpr const char* kCsvSection = "csv_monitor";
-
-// The shortest text that reads back as the same number.
-std::string shortest(double value) {
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof text, value).ptr};
-}
 
 std::string file_name(std::string event) {
   std::replace(event.begin(), event.end(), '/', '_');
@@ -33,7 +26,7 @@ class CsvMonitor final : public Monitor {
   void write_events(const std::vector<Event>& events) override {
     for (const Event& event : events) {
       File& file = file_of(event.name);
-      file.stream << event.step << ',' << shortest(event.value) << '\n';
+      file.stream << event.step << ',' << shortest_text(event.value) << '\n';
       if (!file.stream.flush()) fail_to_write(kCsvSection, file.path);
     }
   }

@@ -236,6 +236,17 @@ std::vector<ModuleFlops> ModuleWork::rows(int64_t times) const {
   return rows;
 }
 
+ModuleWork::UsefulFlops ModuleWork::useful_flops(int64_t times) const {
+  OperatorWork sum;
+  for (const Event& event : events_) {
+    if (!event.recomputed) sum += event.work;
+  }
+  constexpr double kFlopsOfMac = 2;
+  const auto macs = static_cast<double>(sum.macs - sum.repeated_macs);
+  const double unit = kFlopsOfMac / static_cast<double>(times);
+  return {.full = macs * unit, .causal = (macs - static_cast<double>(sum.masked_macs)) * unit};
+}
+
 std::vector<std::string> ModuleWork::unknown_operators() const {
   std::vector<std::string> names;
   for (const auto& [name, calls] : unknown_) names.push_back(name);

@@ -42,6 +42,13 @@ class ModuleWork final : private OperatorWatcher {
   // The work of everything that ran between start() and stop(), divided by `times`: in the module's order, the module
   // itself first. Times are those of the host, of operators of forward, in seconds.
   std::vector<ModuleFlops> rows(int64_t times = 1) const;
+  // The operations of the model's products, convolutions and attention that training needs, forward and backward,
+  // divided by `times`: without what checkpoints and attention's backward compute again.
+  struct UsefulFlops {
+    double full = 0;    // with all pairs of attention
+    double causal = 0;  // with those that a causal mask leaves, in calls of attention that say so
+  };
+  UsefulFlops useful_flops(int64_t times = 1) const;
   // Names of operators that are not LibTorch's and have no rule, which count as nothing.
   std::vector<std::string> unknown_operators() const;
 

@@ -24,8 +24,8 @@ at::Tensor tensor(Inputs inputs, size_t i) {
   return i < inputs.size() && inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor();
 }
 
-OperatorWork of_macs(int64_t macs) { return {macs, 2 * macs}; }
-OperatorWork of_flops(int64_t flops) { return {0, flops}; }
+OperatorWork of_macs(int64_t macs) { return {.macs = macs, .flops = 2 * macs}; }
+OperatorWork of_flops(int64_t flops) { return {.flops = flops}; }
 
 // The work of a product of [..., m, k] and [..., k, n], whose leading dimensions are those of the first.
 OperatorWork of_product(const at::Tensor& a, const at::Tensor& b) {
@@ -108,13 +108,19 @@ OperatorWork convolution_backward(Inputs inputs) {
 }
 
 // query [..., s, d], key [..., t, d], value [..., t, e] from input kFirst on: kScores products with d, kValues with e.
-template <size_t kFirst, int kScores, int kValues>
+// Input kCausal says whether the mask is causal. Backward, with more than one product with d, computes the scores
+// again.
+template <size_t kFirst, int kScores, int kValues, size_t kCausal>
 OperatorWork attention(Inputs inputs) {
   const at::Tensor query = tensor(inputs, kFirst);
   const at::Tensor key = tensor(inputs, kFirst + 1);
   const at::Tensor value = tensor(inputs, kFirst + 2);
   const int64_t pairs = query.numel() / std::max<int64_t>(query.size(-1), 1) * key.size(-2);
-  return of_macs(pairs * (kScores * query.size(-1) + kValues * value.size(-1)));
+  OperatorWork work = of_macs(pairs * (kScores * query.size(-1) + kValues * value.size(-1)));
+  if (kScores > 1) work.repeated_macs = pairs * query.size(-1);
+  const bool causal = inputs.size() > kCausal && inputs[kCausal].isBool() && inputs[kCausal].toBool();
+  if (causal) work.masked_macs = (work.macs - work.repeated_macs) / 2;
+  return work;
 }
 
 // The elements of the broadcast result.
@@ -152,15 +158,15 @@ const Rules& product_rules() {
       {"aten::addmv_", product<1>},
       {"aten::convolution", convolution},
       {"aten::convolution_backward", convolution_backward},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 1, 1>},
-      {"aten::_scaled_dot_product_flash_attention", attention<0, 1, 1>},
-      {"aten::_scaled_dot_product_efficient_attention", attention<0, 1, 1>},
-      {"aten::_scaled_dot_product_cudnn_attention", attention<0, 1, 1>},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 1, 1, 4>},
+      {"aten::_scaled_dot_product_flash_attention", attention<0, 1, 1, 4>},
+      {"aten::_scaled_dot_product_efficient_attention", attention<0, 1, 1, 6>},
+      {"aten::_scaled_dot_product_cudnn_attention", attention<0, 1, 1, 6>},
       // Scores again, their gradient from that of the output; gradients of query, key and value.
-      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention<1, 3, 2>},
-      {"aten::_scaled_dot_product_flash_attention_backward", attention<1, 3, 2>},
-      {"aten::_scaled_dot_product_efficient_attention_backward", attention<1, 3, 2>},
-      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 3, 2>}};
+      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention<1, 3, 2, 7>},
+      {"aten::_scaled_dot_product_flash_attention_backward", attention<1, 3, 2, 11>},
+      {"aten::_scaled_dot_product_efficient_attention_backward", attention<1, 3, 2, 11>},
+      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 3, 2, 14>}};
   return kRules;
 }
 

@@ -14,10 +14,16 @@ namespace ds::profiling {
 struct OperatorWork {
   int64_t macs = 0;   // those of products of matrices, convolutions and attention
   int64_t flops = 0;  // twice those, and those of all else
+  // Of `macs`: those that backward of attention spends on scores that forward had, and those beside them that a causal
+  // mask makes useless, which is half of them.
+  int64_t repeated_macs = 0;
+  int64_t masked_macs = 0;
 
   OperatorWork& operator+=(const OperatorWork& other) {
     macs += other.macs;
     flops += other.flops;
+    repeated_macs += other.repeated_macs;
+    masked_macs += other.masked_macs;
     return *this;
   }
 };

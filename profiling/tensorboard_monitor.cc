@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <bit>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 
@@ -45,10 +44,6 @@ std::string event_at(double wall_time) {
 }
 
 constexpr const char* kTensorboardSection = "tensorboard";
-
-double wall_seconds() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 // events.out.tfevents.SECONDS.HOST.PID.N: TensorBoard recognises the file by the middle of its name.
 std::string file_name() {

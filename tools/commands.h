@@ -19,5 +19,6 @@ void add_explain(CLI::App& app, Command& chosen);
 void add_report(CLI::App& app, Command& chosen);
 void add_schedule(CLI::App& app, Command& chosen);
 void add_simulate(CLI::App& app, Command& chosen);
+void add_trace(CLI::App& app, Command& chosen);
 
 }  // namespace ds::tool

@@ -28,7 +28,8 @@ namespace {
 using ds::tool::kUsageError;
 
 constexpr ds::tool::AddCommand kCommands[] = {ds::tool::add_check,  ds::tool::add_schedule, ds::tool::add_simulate,
-                                              ds::tool::add_report, ds::tool::add_explain,  ds::tool::add_analyze};
+                                              ds::tool::add_report, ds::tool::add_explain,  ds::tool::add_analyze,
+                                              ds::tool::add_trace};
 
 struct Program {
   const char* command;

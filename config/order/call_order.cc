@@ -95,6 +95,9 @@ constexpr Row kRows[] = {
     {.call = Call::kModelStateBytes, .name = "model_state_bytes()", .needs = kStatesHere},
     {.call = Call::kMean, .name = "mean()"},
     {.call = Call::kAgree, .name = "agree()"},
+    {.call = Call::kLog, .name = "log()"},
+    {.call = Call::kEndEpoch, .name = "end_epoch()"},
+    {.call = Call::kAddMonitor, .name = "add_monitor()"},
     {.call = Call::kEmaScope, .name = "EmaScope", .needs = kStatesHere | kWholeState | kNoScopes | kOwnWeights},
     {.call = Call::kEmaStateDict, .name = "ema_state_dict()", .needs = kStatesHere | kWholeState},
 };

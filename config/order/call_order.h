@@ -39,6 +39,9 @@ enum class Call {
   kModelStateBytes,
   kMean,
   kAgree,
+  kLog,
+  kEndEpoch,
+  kAddMonitor,
   kEmaScope,
   kEmaStateDict,
 };

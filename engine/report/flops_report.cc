@@ -1,5 +1,7 @@
 #include "engine/report/flops_report.h"
 
+#include <cmath>
+
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/atomic_file.h"
@@ -75,7 +77,7 @@ void FlopsReport::step_ends(int64_t micro_batches) {
   if (model_.ranks.world->rank() == 0) tell(profile_->text);
 }
 
-profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, int64_t micro_batches) const {
+profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, int64_t micro_batches) {
   const Ranks& ranks = model_.ranks;
   const Moment end = clock_.mark();
   const profiling::ModuleFlops& total = profile.modules.front();
@@ -93,8 +95,15 @@ profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, 
   step.backward_seconds = seconds_of(backwards_) / times;
   if (!model_.plan.pipeline) step.forward_seconds = seconds_of(forwards_) / times;
   // The numbers of one copy of the model, on average.
-  for (const int64_t flops : comm::numbers_of_ranks(*ranks.world, ranks.device, {total.flops}, "flops of a step")) {
-    step.model_flops += flops;
+  const profiling::ModuleWork::UsefulFlops useful = work_.useful_flops(micro_batches);
+  const std::vector<int64_t> own = {total.flops, std::llround(useful.full), std::llround(useful.causal)};
+  const std::vector<int64_t> all = comm::numbers_of_ranks(*ranks.world, ranks.device, own, "flops of a step");
+  const auto samples = static_cast<double>(batch_size_ * step.data_parallel_size);
+  of_sample_.emplace();
+  for (size_t i = 0; i < all.size(); i += own.size()) {
+    step.model_flops += all[i];
+    of_sample_->full += static_cast<double>(all[i + 1]) / samples;
+    of_sample_->causal += static_cast<double>(all[i + 2]) / samples;
   }
   step.model_flops /= step.data_parallel_size;
   if (step.model_parallel_size > 1) step.model_parameters = model_.plan.parameters.value_or(total.parameters);

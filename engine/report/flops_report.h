@@ -34,12 +34,14 @@ class FlopsReport {
   void step_ends(int64_t micro_batches);
 
   const std::optional<profiling::FlopsProfile>& profile() const { return profile_; }
+  // The useful operations of the whole model for a sample, on average; empty before the step has been profiled.
+  const std::optional<profiling::ModuleWork::UsefulFlops>& of_sample() const { return of_sample_; }
 
  private:
   using Moment = profiling::DeviceClock::Moment;
   using Spans = std::vector<std::pair<Moment, Moment>>;
 
-  profiling::StepFlops facts(const profiling::FlopsProfile& profile, int64_t micro_batches) const;
+  profiling::StepFlops facts(const profiling::FlopsProfile& profile, int64_t micro_batches);
   void tell(const std::string& text) const;
 
   const config::FlopsProfilerSection section_;
@@ -55,6 +57,7 @@ class FlopsReport {
   Moment forward_begin_;  // the begin of the running forward
   Moment backward_begin_;
   std::optional<profiling::FlopsProfile> profile_;
+  std::optional<profiling::ModuleWork::UsefulFlops> of_sample_;
 };
 
 }  // namespace ds::engine

@@ -1,10 +1,12 @@
 #include "engine/report/reporter.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/errors.h"
 #include "model/state/held_bytes.h"
 #include "profiling/meters.h"
 
@@ -19,6 +21,23 @@ std::string list_of(const std::vector<double>& values) {
   return text + "]";
 }
 
+// Values of Engine::log() are written after so many steps where steps_per_print does not say.
+constexpr int64_t kStepsPerWriting = 10;
+
+// A monitor of the config, and what makes it.
+struct MonitorRow {
+  const config::TensorboardSection& section;
+  std::unique_ptr<profiling::Monitor> (*make)(const std::string& output_path, const std::string& job_name);
+};
+
+std::array<MonitorRow, 5> monitors_of(const config::DsConfig& config) {
+  return {{{config.csv_monitor, &profiling::make_csv_monitor},
+           {config.tensorboard, &profiling::make_tensorboard_monitor},
+           {config.metrics.json_lines, &profiling::make_json_lines_monitor},
+           {config.metrics.openmetrics, &profiling::make_openmetrics_monitor},
+           {config.metrics.mlflow, &profiling::make_mlflow_monitor}}};
+}
+
 }  // namespace
 
 Reporter::Reporter(const config::DsConfig& config, const ModelState& model)
@@ -28,19 +47,51 @@ Reporter::Reporter(const config::DsConfig& config, const ModelState& model)
       checkpoints_(config.activation_checkpointing.profile),
       scales_loss_(config.fp16.enabled),
       steps_per_print_(config.steps_per_print.value_or(0)),
+      model_(model),
+      config_(config),
       late_(breakdown_ && is_first_rank_ && !model.ranks.device.is_cpu()),
       clock_(late_ ? model.ranks.device : at::Device(at::kCPU)),
       forward_begin_(clock_.mark()),
       last_step_end_(profiling::monotonic_seconds()) {
   if (config.flops_profiler.enabled) flops_.emplace(config, model);
+  if (memory_ && is_first_rank_) tensors_.emplace();
+  const config::TraceSection& trace = config.trace;
+  const int64_t rank = model.ranks.world->rank();
+  if (trace.enabled && (trace.ranks.empty() || std::count(trace.ranks.begin(), trace.ranks.end(), rank) > 0)) {
+    profiler_.emplace(profiling::profile(
+        {.schedule = {.wait = trace.wait, .warmup = trace.warmup, .active = trace.active, .repeat = trace.repeat},
+         .on_trace_ready = profiling::write_traces(trace.output_path),
+         .record_shapes = trace.record_shapes,
+         .profile_memory = trace.profile_memory,
+         .rank = static_cast<int>(rank)}));
+  }
+  for (const MonitorRow& row : monitors_of(config)) {
+    if (row.section.enabled) {
+      add_monitor(is_first_rank_ ? row.make(row.section.output_path, row.section.job_name) : nullptr);
+    }
+  }
+}
+
+void Reporter::trace_step(int64_t steps) {
+  if (!profiler_ || std::exchange(traced_steps_, steps) == steps) return;
+  try {
+    profiler_->step();
+  } catch (const IoError& error) {
+    log::error(error.what(), ". Training goes on without traces");
+    profiler_.reset();
+  }
+}
+
+void Reporter::add_monitor(std::unique_ptr<profiling::Monitor> monitor) {
+  if (!logged_) logged_.emplace(model_);
   if (!is_first_rank_) return;
-  if (memory_) tensors_.emplace();
-  if (config.csv_monitor.enabled) {
-    monitors_.add(profiling::make_csv_monitor(config.csv_monitor.output_path, config.csv_monitor.job_name));
-  }
-  if (config.tensorboard.enabled) {
-    monitors_.add(profiling::make_tensorboard_monitor(config.tensorboard.output_path, config.tensorboard.job_name));
-  }
+  if (!rates_) rates_.emplace(config_, model_);
+  monitors_.add(std::move(monitor));
+}
+
+void Reporter::write_logged(int64_t steps, std::optional<int64_t> epoch_end) {
+  const bool is_time = epoch_end || steps % (steps_per_print_ > 0 ? steps_per_print_ : kStepsPerWriting) == 0;
+  if (logged_ && is_time) monitors_.write_events(logged_->take(epoch_end));
 }
 
 void Reporter::add(Phase phase, const Moment& from, const Moment& to) {
@@ -88,11 +139,12 @@ void Reporter::tell_step(const StepReport& step) {
   const double now = profiling::monotonic_seconds();
   forward_begin_ = clock_.mark();
   add(Phase::kStep, step_begin_, forward_begin_);
-  throughput_.add_step(now - last_step_end_, step.train_batch_size);
-  last_step_end_ = now;
+  const double seconds = now - std::exchange(last_step_end_, now);
+  throughput_.add_step(seconds, step.train_batch_size);
+  if (logged_) logged_->step_ends(step.progress.global_samples);
   if (tensors_) before_forward_ = tensors_->live_bytes();
   if (!is_first_rank_) return;
-  if (!monitors_.empty()) write_events(step);
+  if (!monitors_.empty()) write_events(step, seconds);
   if (steps_per_print_ > 0 && step.progress.global_steps % steps_per_print_ == 0) {
     print_step(step);
     if (checkpoints_) print_checkpoints();
@@ -155,12 +207,19 @@ void Reporter::print_checkpoints() {
             " | recomputation: ", fixed(sum.recomputation_seconds * 1e3, 2));
 }
 
-void Reporter::write_events(const StepReport& step) {
+void Reporter::write_events(const StepReport& step, double seconds) {
   const int64_t samples = step.progress.global_samples;
   std::vector<profiling::Event> events;
   if (step.loss) events.push_back({"Train/Samples/train_loss", *step.loss, samples});
   events.push_back({"Train/Samples/lr", step.state.optimizer.learning_rates().front(), samples});
   if (scales_loss_) events.push_back({"Train/Samples/loss_scale", step.loss_scale, samples});
+  if (step.progress.gradient_norm) events.push_back({"Train/Samples/grad_norm", *step.progress.gradient_norm, samples});
+  rates_->add_to(events,
+                 {.seconds = seconds,
+                  .samples = step.train_batch_size,
+                  .tokens = step.tokens,
+                  .of_sample = flops_ && flops_->of_sample() ? &*flops_->of_sample() : nullptr},
+                 samples);
   monitors_.write_events(events);
 }
 

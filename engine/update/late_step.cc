@@ -67,6 +67,7 @@ void LateStep::read(bool judged_next) {
   if (!judged_next) tell_of_difference();
   if (std::exchange(record_->read, true)) return;
   deps_.progress.loss = record_->agreement.loss();
+  tokens_ = record_->agreement.tokens();
   if (!record_->norm.defined()) return;
   const auto norm = record_->norm.numbers().item<double>();
   if (deps_.loss_scaler) {

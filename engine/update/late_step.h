@@ -76,6 +76,10 @@ class LateStep {
   void note_update() {
     if (record_) record_->updated = true;
   }
+  // Sets the sum of the counts of backward_mean() over all ranks, of a step that is not late.
+  void note_tokens(double tokens) { tokens_ = tokens; }
+  // Returns this sum for the last step that was read; 0 without counts.
+  double tokens() const { return tokens_; }
   // Notes that the host has found the norm of the step not finite.
   void note_bad_norm() {
     if (record_) record_->is_bad = true;
@@ -102,6 +106,7 @@ class LateStep {
 
   LateStepDeps deps_;
   std::optional<Record> record_;
+  double tokens_ = 0;
 };
 
 }  // namespace ds::engine

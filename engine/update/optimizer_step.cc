@@ -94,6 +94,7 @@ void OptimizerStep::run() {
   if (state.ranks.device.is_cpu()) {
     agree(agreement, /*updated=*/false);
     take_tokens(agreement);
+    late_.note_tokens(agreement.tokens());
   } else {  // on all ranks alike, whatever each of them does with the norm
     late_.begin(std::move(agreement), deps_.data.batches);
   }

@@ -142,6 +142,8 @@ struct DsConfig {
   CommsLoggerSection comms_logger;
   TensorboardSection tensorboard;
   CsvMonitorSection csv_monitor;
+  MetricsSection metrics;  // ours
+  TraceSection trace;      // ours
 
   CheckpointSection checkpoint;
   PipelineSection pipeline;

@@ -117,6 +117,34 @@ struct TensorboardSection {
 
 using CsvMonitorSection = TensorboardSection;
 
+// metrics, a section of ours (docs/monitoring.md)
+struct MetricsSection {
+  TensorboardSection json_lines;            // a file of JSON lines
+  TensorboardSection openmetrics;           // a text file for node_exporter, output_path/job_name.prom
+  TensorboardSection mlflow;                // a run in MLflow's file store at output_path, in the experiment job_name
+  std::optional<double> tokens_per_sample;  // for tokens a second; empty: the counts of backward_mean()
+  bool mfu = false;                         // write the share of the device's peak that the model's operations use
+  // The peak of one device in 10^12 operations a second; empty: initialize() times products of matrices.
+  std::optional<double> peak_tflops;
+  // Operations of the whole model for a sample, forward and backward, with all pairs of attention, and with those that
+  // a causal mask leaves; empty: flops_profiler, which is enabled then, counts them.
+  std::optional<double> flops_per_sample;
+  std::optional<double> causal_flops_per_sample;
+};
+
+// trace, a section of ours (docs/trace.md)
+struct TraceSection {
+  bool enabled = false;
+  std::string output_path;      // the folder of rank_R_step_N.json
+  int64_t wait = 1;             // steps that are not looked at
+  int64_t warmup = 1;           // steps in which the profiler is made ready
+  int64_t active = 3;           // steps that are recorded into one file
+  int64_t repeat = 1;           // files of a rank; 0: until the run ends
+  std::vector<int64_t> ranks;   // ranks that record; empty: all
+  bool record_shapes = false;   // sizes and types of inputs
+  bool profile_memory = false;  // events of memory that is taken and given back
+};
+
 // elasticity
 struct ElasticitySection {
   bool enabled = false;

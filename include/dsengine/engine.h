@@ -30,6 +30,7 @@
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
 #include "dsengine/memory.h"
+#include "dsengine/monitor.h"
 #include "dsengine/pipeline.h"
 #include "dsengine/plan.h"
 #include "dsengine/zero.h"
@@ -81,6 +82,9 @@ class Engine {
   at::Tensor step(const std::function<at::Tensor()>& closure);
   // Names the next micro-batch in reports, instead of its samples. Call it in the BatchSource of a pipeline.
   void name_batch(std::string name);
+  // Gives monitors a value of this step, or of this epoch, averaged over ranks if asked for; see dsengine/monitor.h.
+  void log(const std::string& name, double value, const LogOptions& options = {});
+  void log(const std::string& name, const at::Tensor& value, const LogOptions& options = {});
   bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
   // Says, until the next call, whether a micro-batch is the last one before an update. nullopt: the engine counts
   // (with managed_gradient_accumulation false every step() is a boundary).
@@ -122,8 +126,7 @@ class Engine {
   // Hands the engine over to the calling thread, which runs forward and calls its methods from now on. Nobody else uses
   // the engine meanwhile, and no scope is open. With torch_autocast, warns that the old thread keeps its autocast.
   void use_from_this_thread();
-  // Set the mode of the module and all its submodules.
-  void train();
+  void train();  // sets the mode of the module and all its submodules, as eval() does
   void eval();
   // Drops the running accumulation: its gradients, reduced or not, and its count. step() does it after an update.
   void zero_grad();
@@ -135,13 +138,11 @@ class Engine {
   // The L2 norm of the last step's gradients over the whole model before clipping, without loss scale; +inf where the
   // step was skipped or an error; nullopt before the first step and where nothing asks for the norm.
   std::optional<double> get_global_grad_norm() const;
-  // The loss scale; 1 where losses are not scaled.
-  double loss_scale() const;
+  double loss_scale() const;  // 1 where losses are not scaled
   bool dynamic_loss_scale() const;
   // Whether the last step() changed the parameters: false inside an accumulation and after an overflow.
   bool was_step_applied() const;
-  // Counts of the updates that the host ran beside backward (super_offload).
-  using Speculation = zero::Speculation;
+  using Speculation = zero::Speculation;  // counts of the updates that the host ran beside backward (super_offload)
   Speculation speculation() const;
   // Counts since the run's first step, across checkpoints: optimizer steps, skipped ones too; samples of all ranks in
   // these steps, without a running accumulation; micro-batches that step() has counted; skipped steps.
@@ -261,9 +262,8 @@ class Engine {
   // Move state to host memory, and back; see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
   void reload_states();
-  int64_t moved_bytes() const;  // bytes in host memory after offload_states()
-  // The bytes of model states that this rank holds on the device now.
-  using ModelStateBytes = zero::HeldBytes;
+  int64_t moved_bytes() const;              // bytes in host memory after offload_states()
+  using ModelStateBytes = zero::HeldBytes;  // bytes of model states that this rank holds on the device now
   ModelStateBytes model_state_bytes() const;
   // The bytes that offload_optimizer and offload_param keep in host memory and files; not part of model_state_bytes().
   zero::OffloadedBytes offloaded_state_bytes() const;

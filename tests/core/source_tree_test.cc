@@ -52,7 +52,7 @@ std::map<std::string, std::string> read_header_list() {
 }
 
 const std::map<std::string, std::string> kPublicHeaders = read_header_list();
-constexpr size_t kMostPublicHeaders = 50;
+constexpr size_t kMostPublicHeaders = 52;
 constexpr int kMostLines = 230;  // of a public header
 // The class that a program calls, whose methods DeepSpeed's names decide, may have more.
 constexpr int kMostLinesOfTheEngine = 299;
@@ -375,7 +375,7 @@ const std::set<std::string> kOutsideTheLocale = {
     "core/json/parse_json.h: json::parse",  // in a ClassicScope
     "engine/parity_record.h: a stream",     // a member; made by classic_stream
     "profiling/csv_monitor.cc: a stream",   // a member; made by classic_stream
-    "profiling/tensorboard_monitor.cc: a stream",
+    "profiling/metric_files.cc: a stream", "profiling/tensorboard_monitor.cc: a stream",
 };
 
 TEST(SourceTree, NothingFollowsTheLocaleOfTheProgram) {

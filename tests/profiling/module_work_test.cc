@@ -11,6 +11,7 @@
 
 #include "core/text.h"
 #include "dsengine/activation_checkpoint.h"
+#include "profiling/peak_rate.h"
 
 namespace ds::profiling {
 namespace {
@@ -45,6 +46,31 @@ TEST(OperatorWork, ProductsOfMatrices) {
               torch::einsum("bij,bkj->bik", {torch::ones({3, 4, 5}), torch::ones({3, 7, 5})});
             }).macs,
             3 * 4 * 5 * 7);
+}
+
+// Backward of attention counts as twice forward, and a causal mask leaves half of the pairs.
+TEST(UsefulFlops, AreThoseThatTrainingNeeds) {
+  const auto useful = [](bool is_causal) {
+    const torch::nn::ModuleList none;
+    ModuleWork work(*none);
+    const at::Tensor input = torch::ones({2, 3, 8, 5}).requires_grad_();
+    work.start();
+    torch::scaled_dot_product_attention(input, input, input, {}, 0.0, is_causal).sum().backward();
+    work.stop();
+    return work.useful_flops();
+  };
+  constexpr double kPairs = 2 * 3 * 8 * 8;
+  constexpr double kForward = 2 * kPairs * (5 + 5);
+  EXPECT_EQ(useful(false).full, 3 * kForward);
+  EXPECT_EQ(useful(false).causal, 3 * kForward);
+  EXPECT_EQ(useful(true).full, 3 * kForward);
+  EXPECT_EQ(useful(true).causal, 3 * kForward / 2);
+}
+
+TEST(MeasuredPeak, IsTheRateOfAProduct) {
+  const double peak = measured_peak(at::kCPU, at::kFloat);
+  EXPECT_GT(peak, 1e7) << "operations a second";
+  EXPECT_LT(peak, 1e15);
 }
 
 TEST(OperatorWork, PointwiseOfTheBroadcastResult) {

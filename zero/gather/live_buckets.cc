@@ -13,6 +13,8 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/replay/memory_writes.h"
+#include "core/text.h"
+#include "core/trace_span.h"
 #include "core/without_stack.h"
 
 namespace ds::zero {
@@ -135,6 +137,7 @@ void LiveBuckets::keep_changes(size_t bucket) {
 void LiveBuckets::release(size_t bucket) {
   Entry& entry = entries_[bucket];
   ensure(entry.whole() && entry.sharded(), "only a whole, sharded bucket is released");
+  const TraceSpan span([&entry] { return cat("release ", entry.label); });
   keep_changes(bucket);
   entry.state = State::kReleased;
   counts_.live -= entry.elements();

@@ -53,6 +53,9 @@ const Call kAll[] = {Call::kBackward,
                      Call::kSetTrainBatchSize,
                      Call::kMean,
                      Call::kAgree,
+                     Call::kLog,
+                     Call::kEndEpoch,
+                     Call::kAddMonitor,
                      Call::kEmaScope,
                      Call::kEmaStateDict};
 
