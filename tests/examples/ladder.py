@@ -119,11 +119,7 @@ class Ladder:
         work = f"{self.scratch}/llama"
         shutil.rmtree(work, ignore_errors=True)
         os.makedirs(work)
-        with open(f"{work}/config.json", "w") as file:
-            json.dump({"model_type": "qwen3", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64,
-                       "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-                       "max_position_embeddings": 256}, file)
-        self.run("llama", "llama", "new", "--config", f"{work}/config.json", "--out", f"{work}/base", ranks=1)
+        self.run("llama", "llama", "new", "--config", "config.json", "--out", f"{work}/base", ranks=1)
         text = f"{work}/text.txt"
         os.symlink(f"{self.source}/tests/parity/data/kjv_1m.bin", text)  # bytes, which a file *.bin would not be
         train = ["train", "--deepspeed_config", "ds_config.json", "--seq_len", "32", "--data", text]
