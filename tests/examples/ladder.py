@@ -134,6 +134,28 @@ class Ladder:
         again = losses(self.run("exported", "train_exported", f"{self.scratch}/hf_gpt2.trained.pt2", data, "--steps", "1"))
         check(again[1] < loss[1] - 0.5, "the second start goes on from the weights that the first has written", again)
 
+    def llama(self):
+        """A small model from a config.json, trained whole, adapted, merged and trained on."""
+        work = f"{self.scratch}/llama"
+        shutil.rmtree(work, ignore_errors=True)
+        os.makedirs(work)
+        self.run("llama", "llama", "new", "--config", "config.json", "--out", f"{work}/base", ranks=1)
+        text = f"{work}/text.txt"
+        os.symlink(f"{self.source}/tests/parity/data/kjv_1m.bin", text)  # bytes, which a file *.bin would not be
+        train = ["train", "--deepspeed_config", "ds_config.json", "--seq_len", "32", "--data", text]
+        whole = losses(self.run("llama", "llama", *train, "--model", f"{work}/base", "--steps", "40", "--export",
+                                f"{work}/trained"))
+        check(abs(whole[1] - 5.5) < 0.2 and whole[40] < 4, "the loss falls, from log 256 = 5.5", whole)
+        adapted = losses(self.run("llama", "llama", *train, "--model", f"{work}/trained", "--lora_rank", "4", "--steps",
+                                  "20", "--activation_checkpointing", "--export", f"{work}/adapter"))
+        check(adapted[1] < whole[1] - 1, "adapters begin with what was trained", adapted)
+        self.run("llama", "llama", "merge", "--model", f"{work}/trained", "--adapter", f"{work}/adapter", "--out",
+                 f"{work}/merged", ranks=1)
+        # The first batch of two runs is the same: merged weights and the adapter beside its base compute one loss.
+        first = [losses(self.run("llama", "llama", *train, "--steps", "1", "--model", f"{work}/{base}", *more))[1]
+                 for base, more in (("merged", []), ("trained", ["--adapter", f"{work}/adapter"]))]
+        check(abs(first[0] - first[1]) < 1e-4, "the merged weights give the loss of base and adapter", first)
+
 
 def write_tokens(path, tensors, shape):
     """A safetensors file of int64 tensors of one shape."""
