@@ -392,7 +392,7 @@ bool StepAgreement::differs() const {
   const auto equal = [&](int64_t place) { return all_equal(numbers + place, ranks_.size()); };
   return numbers[WorldPlace::kAxisProblem] > 0 || numbers[WorldPlace::kShared] != 0 || !equal(WorldPlace::kStep) ||
          !equal(WorldPlace::kPosition) || !equal(WorldPlace::kChanges) || !equal(WorldPlace::kGradientChanges) ||
-         settings_differ() || gathers_differ();
+         settings_differ() || states_differ() || gathers_differ();
 }
 
 bool StepAgreement::gathers_differ() const {
