@@ -19,8 +19,10 @@ constexpr size_t kHeaderBytes = kMagic.size() + 8 + 1 + 8 + 8;
 constexpr size_t kRowBytes = 4 + 8;  // of a row in the index
 constexpr size_t kDocumentBytes = 8;
 
-// Codes of DeepSpeed's indexed_dataset.py: uint8, int8, int16, int32, int64, uint16, uint32, uint64. Megatron has other
-// types under 6 to 8; where rows begin tells them apart.
+// Codes of DeepSpeed's indexed_dataset.py: uint8, int8, int16, int32, int64, uint16, uint32, uint64. Megatron-LM has
+// float64, float32 and uint16 under 6 to 8; the bytes of an element tell them apart.
+constexpr int kUint16 = 6;
+constexpr int kMegatronUint16 = 8;
 constexpr std::array<int64_t, 9> kElementBytes = {0, 1, 1, 2, 4, 8, 2, 4, 8};
 
 template <class T>
@@ -35,11 +37,13 @@ T read(const uint8_t* from) {
 IndexedDataset::IndexedDataset(std::string path)
     : path_(std::move(path)), index_(path_ + ".idx"), data_(path_ + ".bin") {
   read_header();
+  recognise_megatron();
   check_rows();
 }
 
 void IndexedDataset::wrong(const char* file, const std::string& what) const {
-  throw IoError(cat(path_, file, ": ", what, "; expected a file that DeepSpeed's DataAnalyzer wrote"));
+  throw IoError(cat(path_, file, ": ", what,
+                    "; expected a file that DeepSpeed's DataAnalyzer or Megatron-LM wrote, of integers"));
 }
 
 void IndexedDataset::read_header() {
@@ -63,6 +67,16 @@ void IndexedDataset::read_header() {
     wrong(".idx", cat("found ", bytes, " bytes, which are not those of ", rows, " rows and ", documents, " documents"));
   }
   rows_ = static_cast<int64_t>(rows);
+}
+
+void IndexedDataset::recognise_megatron() {
+  if (dtype_ != kMegatronUint16) return;
+  const uint8_t* const sizes = index_.bytes().data() + kHeaderBytes;
+  uint64_t elements = 0;
+  for (int64_t row = 0; row < rows_; ++row) elements += static_cast<uint32_t>(read<int32_t>(sizes + 4 * row));
+  if (elements == 0 || elements * 2 != data_.bytes().size()) return;
+  dtype_ = kUint16;
+  element_bytes_ = 2;
 }
 
 void IndexedDataset::check_rows() {

@@ -1,5 +1,6 @@
-// The files that DeepSpeed's DataAnalyzer writes: rows of integers, in the format of Megatron's MMapIndexedDataset as
-// DeepSpeed has it. PATH.bin is all elements, one row behind the other. PATH.idx is, little-endian and without padding:
+// The files that DeepSpeed's DataAnalyzer and Megatron-LM write: rows of integers, in the format of Megatron's
+// MMapIndexedDataset. PATH.bin is all elements, one row behind the other. PATH.idx is, little-endian and without
+// padding:
 //
 //   "MMIDIDX\0\0", uint64 version 1, uint8 dtype, uint64 rows, uint64 documents,
 //   int32 elements of each row, int64 byte in PATH.bin where each row begins, int64 documents
@@ -30,6 +31,8 @@ class IndexedDataset {
 
  private:
   void read_header();
+  // Takes up Megatron-LM's code of uint16, where an element has two bytes.
+  void recognise_megatron();
   void check_rows();
   [[noreturn]] void wrong(const char* file, const std::string& what) const;
 

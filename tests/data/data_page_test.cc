@@ -13,7 +13,10 @@
 
 #include "dsengine/engine.h"
 #include "dsengine/loader.h"
+#include "dsengine/token_dataset.h"
 #include "tests/core/page.h"
+#include "tests/support/metric_writer.h"
+#include "tests/support/scratch_folder.h"
 
 namespace ds::data_page {
 namespace {
@@ -155,6 +158,19 @@ TEST(DataPage, AStream) {
   }
   EXPECT_THAT(seen, SizeIs(50));
   EXPECT_THAT(std::set<int64_t>(seen.begin(), seen.end()), SizeIs(50));
+}
+
+TEST(DataPage, MegatronsFiles) {
+  const ds::test::ScratchFolder folder;
+  std::vector<std::vector<int32_t>> documents;
+  for (int32_t i = 0; i < 40; ++i) documents.emplace_back(10 + i, i);
+  const std::string path = ds::test::write_indexed_dataset<int32_t>(folder / "corpus", documents);
+  ds::data::TokenDataset news(path, {.sequence_length = 8, .num_samples = 100});
+  ds::data::TokenDataset books(path, {.sequence_length = 8, .num_samples = 300, .seed = 5});
+  ds::data::BlendedTokens blend({news, books}, {0.25, 0.75}, 300);
+  ds::data::Loader sequences(blend, {.batch_size = 4, .shuffle = false, .reading = {.num_workers = 2}});
+  EXPECT_EQ(sequences.size(), 75);
+  EXPECT_TRUE(torch::equal(sequences.begin()->labels[0], blend.get(0).labels));
 }
 
 TEST(DataPage, EveryProgramOfThePageStandsInThisFile) {
