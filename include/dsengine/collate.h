@@ -228,3 +228,5 @@ struct Collated<T> {
     return result;
   }
 };
+
+}  // namespace ds::data
