@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "core/replay/memory_writes.h"
 #include "core/tensor_check.h"
+#include "core/text.h"
 #include "core/trace_span.h"
 
 namespace ds::comm {

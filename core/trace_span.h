@@ -6,7 +6,6 @@
 
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
 namespace ds {
@@ -22,7 +21,7 @@ class TraceSpan {
     if (!callbacks) return;
     name_ = make_name();
     function_.emplace(std::move(*callbacks));
-    function_->before(std::string_view(name_));
+    function_->before(name_.c_str());
   }
   TraceSpan(const TraceSpan&) = delete;
   TraceSpan& operator=(const TraceSpan&) = delete;

@@ -76,7 +76,7 @@ void Reporter::trace_step(int64_t steps) {
   if (!profiler_ || std::exchange(traced_steps_, steps) == steps) return;
   try {
     profiler_->step();
-  } catch (const IoError& error) {
+  } catch (const Error& error) {  // the step has been made
     log::error(error.what(), ". Training goes on without traces");
     profiler_.reset();
   }
