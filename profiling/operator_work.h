@@ -14,8 +14,8 @@ namespace ds::profiling {
 struct OperatorWork {
   int64_t macs = 0;   // those of products of matrices, convolutions and attention
   int64_t flops = 0;  // twice those, and those of all else
-  // Of `macs`: those that backward of attention spends on scores that forward had, and those beside them that a causal
-  // mask makes useless, which is half of them.
+  // Parts of `macs`: what backward of attention spends on scores that forward had, and beside it what a causal
+  // mask makes useless, which is half of it.
   int64_t repeated_macs = 0;
   int64_t masked_macs = 0;
 

@@ -1,5 +1,4 @@
 // Makes a batch of samples of any structure, by the rules of torch.utils.data.default_collate.
-//
 //   tensor                        -> tensor with a new dimension 0 for the samples
 //   bool, integer, float, double  -> tensor [samples] of Bool, Long, Float, Double
 //   std::string                   -> std::vector<std::string>
@@ -10,7 +9,6 @@
 //   c10::IValue                   -> tensors, numbers, strings, tuples, lists and dicts, by the same rules
 //
 // A struct tells its fields as pointers to members:
-//
 //   struct Sample {
 //     at::Tensor image, label;
 //     static constexpr auto fields() { return std::tuple(&Sample::image, &Sample::label); }
