@@ -1,12 +1,11 @@
 // The ds_config: every section as a typed struct, checked and resolved. Torch-free.
 //
-// Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
-// communication_backend, flight_recorder, seed, deterministic, strict, gradient_clip_by_value, gradient_compression,
-// non_finite_gradients, locate_non_finite and check_replicas are ours. docs: configs/README.md.
-//
+// Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. Keys
+// that are ours are marked so in configs/README.md.
 // Plain values without owners; a DsConfig that nobody changes is safe from any thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -26,7 +25,6 @@
 namespace ds::engine::config {
 
 // Where a ds_config comes from.
-//
 // Implicitly made from
 //   * text: the path of a file, read as hjson (comments, trailing commas, unquoted keys, as DeepSpeed allows); when no
 //     such file exists, url-safe base64 of JSON text;
