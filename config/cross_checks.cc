@@ -159,8 +159,6 @@ void check_checkpoint(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
-// JSON text that reads as a number. DeepSpeed's pydantic sections take it too; where it reads a key by itself it fails
-// with a TypeError, at the start or in the optimizer's first step.
 void check_metrics(const DsConfig& c, JsonProblems& problems) {
   const MetricsSection& s = c.metrics;
   if (s.mfu && !s.flops_per_sample && !c.flops_profiler.enabled) {
@@ -179,6 +177,8 @@ void check_metrics(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
+// JSON text that reads as a number. DeepSpeed's pydantic sections take it too; where it reads a key by itself it fails
+// with a TypeError, at the start or in the optimizer's first step.
 void warn_of_text(const DsConfig& c, JsonProblems& problems) {
   const auto warn = [&problems](const std::string& pointer, const nlohmann::ordered_json& value) {
     double number = 0;
