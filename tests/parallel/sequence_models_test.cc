@@ -1,4 +1,5 @@
 // Unmodified modules on batches whose positions are cut over ranks, beside the same modules in one process.
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -107,11 +108,11 @@ TEST(SequenceModels, AttentionOfEveryKindIsThatOfOneProcess) {
 
 // ---- models ----
 
-struct Batch {
+struct SequenceBatch {
   at::Tensor tokens, labels;
 };
 
-Batch batch_of(int64_t positions) {
+SequenceBatch batch_of(int64_t positions) {
   const at::Tensor tokens = (torch::arange(2 * positions) * 7 % 96).view({2, positions});
   at::Tensor labels = tokens.roll(-1, 1).clone();
   labels.narrow(1, positions - 1, 1).fill_(-100);
@@ -122,8 +123,9 @@ Batch batch_of(int64_t positions) {
 // Loss, gradients and results of a module on cut batches are those of one process.
 template <class Module>
 void expect_model_of_one_process(const std::function<std::shared_ptr<Module>()>& make,
-                                 const std::function<at::Tensor(Module&, const Batch&)>& loss_of, const Batch& batch,
-                                 int ranks, const SequenceAxisOptions& options, bool joins = false) {
+                                 const std::function<at::Tensor(Module&, const SequenceBatch&)>& loss_of,
+                                 const SequenceBatch& batch, int ranks, const SequenceAxisOptions& options,
+                                 bool joins = false) {
   SCOPED_TRACE(described(ranks, options));
   const std::shared_ptr<Module> reference = made_alike(make);
   const at::Tensor expected = loss_of(*reference, batch);
@@ -149,7 +151,7 @@ void expect_model_of_one_process(const std::function<std::shared_ptr<Module>()>&
   });
 }
 
-std::shared_ptr<gpt::Gpt> new_gpt(const gpt::GptConfig& config) {
+std::shared_ptr<gpt::Gpt> new_model_of_sequences(const gpt::GptConfig& config) {
   auto model = std::make_shared<gpt::Gpt>(config);
   gpt::initialize_weights(*model, 3);
   model->to(torch::kDouble);
@@ -158,14 +160,16 @@ std::shared_ptr<gpt::Gpt> new_gpt(const gpt::GptConfig& config) {
 
 gpt::GptConfig small_gpt() { return {.layers = 2, .hidden = 48, .heads = 6, .seq_len = 24, .vocab = 96}; }
 
-at::Tensor loss_of_gpt(gpt::Gpt& model, const Batch& batch) { return model.forward(batch.tokens, batch.labels); }
+at::Tensor loss_of_gpt(gpt::Gpt& model, const SequenceBatch& batch) {
+  return model.forward(batch.tokens, batch.labels);
+}
 
 TEST(SequenceModels, GptIsThatOfOneProcess) {
   for (const int ranks : {2, 3}) {
     for (const SequenceMethod method : {SequenceMethod::kUlysses, SequenceMethod::kRing}) {
       for (const SequenceOrder order : kOrders) {
-        expect_model_of_one_process<gpt::Gpt>([] { return new_gpt(small_gpt()); }, loss_of_gpt, batch_of(24), ranks,
-                                              {.attention = method, .order = order});
+        expect_model_of_one_process<gpt::Gpt>([] { return new_model_of_sequences(small_gpt()); }, loss_of_gpt,
+                                              batch_of(24), ranks, {.attention = method, .order = order});
       }
     }
   }
@@ -176,7 +180,7 @@ TEST(SequenceModels, GptOfOddLengthWithTiedVocabularyAndRegions) {
   config.tie_embeddings = true;
   config.activation_checkpointing = true;
   for (const SequenceOrder order : kOrders) {
-    expect_model_of_one_process<gpt::Gpt>([&] { return new_gpt(config); }, loss_of_gpt, batch_of(23), 3,
+    expect_model_of_one_process<gpt::Gpt>([&] { return new_model_of_sequences(config); }, loss_of_gpt, batch_of(23), 3,
                                           {.order = order});
   }
 }
@@ -188,7 +192,9 @@ TEST(SequenceModels, LlamaIsThatOfOneProcess) {
     model->to(torch::kDouble);
     return model;
   };
-  const auto loss_of = [](Llama& model, const Batch& batch) { return model.forward(batch.tokens, batch.labels); };
+  const auto loss_of = [](Llama& model, const SequenceBatch& batch) {
+    return model.forward(batch.tokens, batch.labels);
+  };
   for (const int ranks : {2, 3}) {
     for (const SequenceMethod method : {SequenceMethod::kUlysses, SequenceMethod::kRing}) {
       for (const SequenceOrder order : kOrders) {
@@ -233,7 +239,9 @@ TEST(SequenceModels, OperatorsOverPositionsSeeTheWholeSequence) {
     model->to(torch::kDouble);
     return model;
   };
-  const auto loss_of = [](Positions& model, const Batch& batch) { return model.forward(batch.tokens, batch.labels); };
+  const auto loss_of = [](Positions& model, const SequenceBatch& batch) {
+    return model.forward(batch.tokens, batch.labels);
+  };
   for (const SequenceOrder order : kOrders) {
     expect_model_of_one_process<Positions>(make, loss_of, batch_of(24), 2, {.order = order},
                                            /*joins=*/true);
@@ -263,7 +271,7 @@ TEST(SequenceModels, OneRankHasThePlainModule) {
     const auto axis = make_sequence_axis(shared(group));
     const at::Tensor tokens = torch::arange(6).view({1, 6});
     EXPECT_TRUE(cut_sequence(tokens, axis).is_same(tokens));
-    const auto model = new_gpt(small_gpt());
+    const auto model = new_model_of_sequences(small_gpt());
     const SplitModule split = parallelize_sequence(*model, axis);
     model->forward(tokens, tokens).backward();
     split.reduce_summed_gradients();
