@@ -264,8 +264,8 @@ TEST_F(TagFolder, WhatAnotherProcessWritesIsNeitherRemovedNorReplaced) {
   make("mine", 1);
   const std::string theirs = new_save(dir_, "theirs").incomplete;
   fs::create_directory(theirs);
-  UniqueFd descriptor(open(theirs.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  ASSERT_EQ(flock(descriptor.get(), LOCK_EX | LOCK_NB), 0);
+  UniqueFd descriptor(::open(theirs.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  ASSERT_EQ(::flock(descriptor.get(), LOCK_EX | LOCK_NB), 0);
   keep_last_tags(dir_, 1, "mine", kRun);
   EXPECT_TRUE(fs::exists(theirs));
   EXPECT_THAT([&] { begin("theirs"); },
@@ -281,9 +281,9 @@ TEST_F(TagFolder, WhatAnotherProcessWritesIsNeitherRemovedNorReplaced) {
 // So that other processes see it as in the test above.
 TEST_F(TagFolder, AFolderIsLockedUntilItIsPublishedOrAbandoned) {
   const auto is_locked = [](const std::string& path) {
-    const UniqueFd descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    const UniqueFd descriptor(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     EXPECT_TRUE(descriptor.valid()) << path;
-    return flock(descriptor.get(), LOCK_EX | LOCK_NB) != 0;
+    return ::flock(descriptor.get(), LOCK_EX | LOCK_NB) != 0;
   };
   const TagSave save = make_incomplete("tag", 1);
   EXPECT_TRUE(is_locked(save.incomplete));
