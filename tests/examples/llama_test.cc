@@ -14,6 +14,7 @@
 #include "examples/llama/hf_folder.h"
 #include "examples/llama/llama_model.h"
 #include "examples/llama/token_file.h"
+#include "tests/examples/llama_fixture.h"
 #include "tests/support/scratch_folder.h"
 
 namespace llama {
@@ -23,8 +24,6 @@ using nlohmann::json;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-std::string fixture(const std::string& family) { return DS_SOURCE_DIR "/tests/examples/llama/" + family; }
 
 // A model on the CPU with the weights of a folder, and those of an adapter where there is one.
 std::unique_ptr<CausalLm> load(const std::string& folder, const std::string& adapter = "") {

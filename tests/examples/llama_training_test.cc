@@ -15,6 +15,7 @@
 #include "dsengine/engine.h"
 #include "examples/llama/hf_folder.h"
 #include "examples/llama/llama_model.h"
+#include "tests/examples/llama_fixture.h"
 #include "tests/support/borrowed.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -29,8 +30,6 @@ constexpr int64_t kBatch = 4;
 constexpr int64_t kTime = 12;
 constexpr int64_t kVocab = 48;
 
-std::string fixture(const std::string& family) { return DS_SOURCE_DIR "/tests/examples/llama/" + family; }
-
 std::vector<double> expected_losses(const std::string& family, bool lora) {
   return read_json(fixture("curves.json")).at(family).at(lora ? "lora" : "full");
 }
@@ -44,7 +43,7 @@ at::Tensor tokens_of(int64_t step) {
 
 enum class Made { kMeta, kSliced };
 
-struct Run {
+struct TrainingRun {
   std::string name;
   std::string family;
   bool lora = false;
@@ -58,7 +57,7 @@ struct Run {
   int ranks() const { return data_ranks * tensor_ranks * stages; }
 };
 
-ordered_json config_of(const Run& run) {
+ordered_json config_of(const TrainingRun& run) {
   ordered_json zero = {{"stage", run.stage}, {"stage3_gather_16bit_weights_on_model_save", true}};
   if (run.stage == 3) {
     zero["stage3_param_persistence_threshold"] = 0;
@@ -79,7 +78,8 @@ ordered_json config_of(const Run& run) {
 
 // One rank's model, engine and what they need.
 struct Trained {
-  Trained(const Run& run, ds::comm::Communicator& ranks, const std::string& folder, const std::string& adapter) {
+  Trained(const TrainingRun& run, ds::comm::Communicator& ranks, const std::string& folder,
+          const std::string& adapter) {
     communicator = ds::test::borrowed(ranks);
     if (run.made == Made::kSliced) init.emplace(communicator, ds::zero::InitOptions{.max_live = 600, .smallest = 8});
     Build build{.config = read_config(folder),
@@ -98,7 +98,7 @@ struct Trained {
   }
 
   // Runs a step and returns its mean loss.
-  double step(const Run& run, int64_t number) const {
+  double step(const TrainingRun& run, int64_t number) const {
     const at::Tensor tokens = tokens_of(number);
     if (run.stages > 1) {
       int64_t micro = 0;
@@ -122,40 +122,41 @@ struct Trained {
   std::shared_ptr<ds::engine::Engine> engine;
 };
 
-std::string adapter_of(const Run& run) { return run.lora ? fixture(run.family) + "/adapter" : ""; }
+std::string adapter_of(const TrainingRun& run) { return run.lora ? fixture(run.family) + "/adapter" : ""; }
 
-class LlamaCurves : public testing::TestWithParam<Run> {};
+class LlamaCurves : public testing::TestWithParam<TrainingRun> {};
 INSTANTIATE_TEST_SUITE_P(
     Layouts, LlamaCurves,
     testing::Values(
-        Run{.name = "full_llama", .family = "llama"},
-        Run{.name = "full_mistral_stage1", .family = "mistral", .stage = 1, .data_ranks = 2},
-        Run{.name = "full_qwen2_stage2_offload", .family = "qwen2", .stage = 2, .data_ranks = 2, .offload = true},
-        Run{.name = "full_qwen3_stage3", .family = "qwen3", .stage = 3, .data_ranks = 2, .recompute = true},
-        Run{.name = "full_llama_init", .family = "llama", .stage = 3, .data_ranks = 2, .made = Made::kSliced},
-        Run{.name = "full_qwen3_tensor", .family = "qwen3", .tensor_ranks = 2},
-        Run{.name = "full_qwen2_pipeline", .family = "qwen2", .stages = 2},
-        Run{.name = "lora_mistral", .family = "mistral", .lora = true},
-        Run{.name = "lora_qwen2_stage1", .family = "qwen2", .lora = true, .stage = 1, .data_ranks = 2},
-        Run{.name = "lora_qwen3_stage2", .family = "qwen3", .lora = true, .stage = 2, .data_ranks = 2},
-        Run{.name = "lora_llama_stage3",
-            .family = "llama",
-            .lora = true,
-            .stage = 3,
-            .data_ranks = 2,
-            .recompute = true},
-        Run{.name = "lora_qwen3_init",
-            .family = "qwen3",
-            .lora = true,
-            .stage = 3,
-            .data_ranks = 2,
-            .made = Made::kSliced},
-        Run{.name = "lora_llama_tensor", .family = "llama", .lora = true, .tensor_ranks = 2},
-        Run{.name = "lora_mistral_pipeline", .family = "mistral", .lora = true, .stages = 2}),
+        TrainingRun{.name = "full_llama", .family = "llama"},
+        TrainingRun{.name = "full_mistral_stage1", .family = "mistral", .stage = 1, .data_ranks = 2},
+        TrainingRun{
+            .name = "full_qwen2_stage2_offload", .family = "qwen2", .stage = 2, .data_ranks = 2, .offload = true},
+        TrainingRun{.name = "full_qwen3_stage3", .family = "qwen3", .stage = 3, .data_ranks = 2, .recompute = true},
+        TrainingRun{.name = "full_llama_init", .family = "llama", .stage = 3, .data_ranks = 2, .made = Made::kSliced},
+        TrainingRun{.name = "full_qwen3_tensor", .family = "qwen3", .tensor_ranks = 2},
+        TrainingRun{.name = "full_qwen2_pipeline", .family = "qwen2", .stages = 2},
+        TrainingRun{.name = "lora_mistral", .family = "mistral", .lora = true},
+        TrainingRun{.name = "lora_qwen2_stage1", .family = "qwen2", .lora = true, .stage = 1, .data_ranks = 2},
+        TrainingRun{.name = "lora_qwen3_stage2", .family = "qwen3", .lora = true, .stage = 2, .data_ranks = 2},
+        TrainingRun{.name = "lora_llama_stage3",
+                    .family = "llama",
+                    .lora = true,
+                    .stage = 3,
+                    .data_ranks = 2,
+                    .recompute = true},
+        TrainingRun{.name = "lora_qwen3_init",
+                    .family = "qwen3",
+                    .lora = true,
+                    .stage = 3,
+                    .data_ranks = 2,
+                    .made = Made::kSliced},
+        TrainingRun{.name = "lora_llama_tensor", .family = "llama", .lora = true, .tensor_ranks = 2},
+        TrainingRun{.name = "lora_mistral_pipeline", .family = "mistral", .lora = true, .stages = 2}),
     [](const auto& run) { return run.param.name; });
 
 TEST_P(LlamaCurves, AreThoseOfTransformersAndTorch) {
-  const Run& run = GetParam();
+  const TrainingRun& run = GetParam();
   const std::vector<double> expected = expected_losses(run.family, run.lora);
   ASSERT_EQ(expected.size(), 50U);
   ds::test::run_ranks(run.ranks(), [&](ds::comm::Communicator& ranks) {
@@ -181,7 +182,7 @@ int64_t bytes_of(const torch::nn::Module& model, bool trained) {
 // The frozen weights are read in forward, again in the recomputation, and for the gradients of activations. No gradient
 // of theirs arrives, after which they could be released.
 TEST(LlamaStage3, FrozenShardsAreReleasedAfterBackward) {
-  const Run run{.name = "", .family = "llama", .lora = true, .stage = 3, .data_ranks = 2, .recompute = true};
+  const TrainingRun run{.name = "", .family = "llama", .lora = true, .stage = 3, .data_ranks = 2, .recompute = true};
   ds::test::run_ranks(2, [&](ds::comm::Communicator& ranks) {
     const Trained trained(run, ranks, fixture("llama"), adapter_of(run));
     const CausalLm& model = *trained.model;
@@ -211,7 +212,7 @@ TEST(LlamaStage3, FrozenShardsAreReleasedAfterBackward) {
 TEST(LlamaExport, WholeModelsGoInAndOutUnchanged) {
   for (const std::string& family : std::vector<std::string>{"llama", "qwen2"}) {
     const ds::test::ScratchFolder scratch;
-    const Run run{.name = "", .family = family, .stage = 3, .data_ranks = 2};
+    const TrainingRun run{.name = "", .family = family, .stage = 3, .data_ranks = 2};
     ds::test::run_ranks(2, [&](ds::comm::Communicator& ranks) {
       const Trained trained(run, ranks, fixture(family), "");
       export_model(*trained.engine, fixture(family), scratch / "out");
@@ -228,7 +229,7 @@ TEST(LlamaExport, WholeModelsGoInAndOutUnchanged) {
 
 TEST(LlamaExport, AdaptersGoInAndOutUnchanged) {
   const ds::test::ScratchFolder scratch;
-  const Run run{.name = "", .family = "qwen3", .lora = true, .stage = 3, .data_ranks = 2};
+  const TrainingRun run{.name = "", .family = "qwen3", .lora = true, .stage = 3, .data_ranks = 2};
   const std::string adapter = adapter_of(run);
   const LlamaConfig config = read_config(fixture("qwen3"));
   ds::test::run_ranks(2, [&](ds::comm::Communicator& ranks) {
@@ -249,7 +250,7 @@ TEST(LlamaExport, AdaptersGoInAndOutUnchanged) {
 
 TEST(LlamaExport, NewAdaptersChangeNothingAndMissingWeightsAreNamed) {
   const ds::test::ScratchFolder scratch;
-  const Run run{.name = "", .family = "qwen3", .lora = true, .stage = 3, .data_ranks = 2};
+  const TrainingRun run{.name = "", .family = "qwen3", .lora = true, .stage = 3, .data_ranks = 2};
   const ds::SafetensorsFile expected(fixture("qwen3") + "/expected.safetensors");
   ds::test::run_ranks(2, [&](ds::comm::Communicator& ranks) {
     const Trained trained(run, ranks, fixture("qwen3"), "");
@@ -264,7 +265,7 @@ TEST(LlamaExport, NewAdaptersChangeNothingAndMissingWeightsAreNamed) {
     if (entry.name != "model.norm.weight") tensors.emplace_back(entry.name, original.tensor(entry.name));
   }
   ds::write_safetensors(scratch / "model.safetensors", tensors);
-  const Run alone{.name = "", .family = "qwen3", .lora = true};
+  const TrainingRun alone{.name = "", .family = "qwen3", .lora = true};
   const auto start = [&] {
     ds::test::run_ranks(
         1, [&](ds::comm::Communicator& ranks) { const Trained trained(alone, ranks, scratch.path().string(), ""); });
