@@ -157,10 +157,10 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   ranks.device = job.device;
   ranks.mesh = mesh_of(options, config, ranks.world);
   using enum comm::MeshAxis;
-  ranks.part = ranks.mesh->group({kData, kExpert, kSequence});
-  ranks.data = ranks.part;
+  ranks.data = ranks.mesh->group({kData, kExpert});
+  ranks.part = ranks.data;
   if (ranks.mesh->size(kSequence) > 1) {
-    ranks.data = ranks.mesh->group({kData, kExpert});
+    ranks.part = ranks.mesh->group({kData, kExpert, kSequence});
     ranks.sequence = ranks.mesh->group(kSequence);
     ranks.draws_alike_in_sequence = !options.cuts_sequences;
   }
