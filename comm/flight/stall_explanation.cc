@@ -29,8 +29,8 @@ double seconds_since(const FlightLog& log, int64_t moment) {
 std::string place_text(const FlightLog& log) {
   std::string text;
   int axes = 0;
-  for (const auto& [name, axis] :
-       {std::pair{"pipe", "pipe"}, std::pair{"data+expert", "data"}, std::pair{"tensor", "tensor"}}) {
+  for (const auto& [name, axis] : {std::pair{"pipe", "pipe"}, std::pair{"data+expert", "data"},
+                                   std::pair{"sequence", "sequence"}, std::pair{"tensor", "tensor"}}) {
     for (const FlightGroup& group : log.groups) {
       if (group.name.text() != name || group.own < 0 || parse_rank_list(group.ranks.text()).size() < 2) continue;
       text += cat(text.empty() ? "; " : ", ", axis, " ", group.own);
