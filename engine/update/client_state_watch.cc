@@ -2,6 +2,8 @@
 
 #include <torch/optim/lbfgs.h>
 
+#include <map>
+
 #include "checkpoint/block_checksum.h"
 #include "core/splitmix64.h"
 #include "core/text.h"
@@ -34,18 +36,23 @@ optimizers::NamedStates client_tensors(torch::optim::OptimizerParamState& state)
 
 template <class Use>
 void ClientStateWatch::visit(const Use& use) const {
-  if (!state_.optimizer.steps_on_parameters() || state_.ranks.part->size() == 1) return;
-  const auto& entries = state_.optimizer.client->state();
-  for (const zero::Parameter& parameter : state_.parameters) {
-    const auto entry = entries.find(parameter.tensor.unsafeGetTensorImpl());
-    if (entry == entries.end() || !entry->second) continue;
-    for (const auto& [name, values] : client_tensors(*entry->second)) use(parameter.name, name, values);
+  const ModelOptimizer& optimizer = state_.optimizer;
+  // Buckets are whole where they are not cut over ranks. In host memory or files a state has a life of its own.
+  const bool alike = !state_.plan.partition_optimizer && state_.offloaded == nullptr;
+  if (!optimizer.client || state_.ranks.part->size() == 1 || !(alike || optimizer.steps_on_parameters())) return;
+  const auto& entries = optimizer.client->state();
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.client->param_groups()) {
+    for (const at::Tensor& stepped : group.params()) {
+      const auto entry = entries.find(stepped.unsafeGetTensorImpl());
+      if (entry == entries.end() || !entry->second) continue;
+      for (const auto& [name, values] : client_tensors(*entry->second)) use(stepped, name, values);
+    }
   }
 }
 
 void ClientStateWatch::note() {
   seen_.clear();
-  visit([&](const std::string& /*parameter*/, const std::string& /*name*/, const at::Tensor& values) {
+  visit([&](const at::Tensor& /*stepped*/, const std::string& /*name*/, const at::Tensor& values) {
     seen_.push_back({values.unsafeGetTensorImpl(), values._version()});
   });
 }
@@ -53,7 +60,7 @@ void ClientStateWatch::note() {
 uint64_t ClientStateWatch::digest_of_changes() const {
   uint64_t digest = 0;
   size_t place = 0;
-  visit([&](const std::string& /*parameter*/, const std::string& /*name*/, const at::Tensor& values) {
+  visit([&](const at::Tensor& /*stepped*/, const std::string& /*name*/, const at::Tensor& values) {
     const Seen now{values.unsafeGetTensorImpl(), values._version()};
     if (place >= seen_.size() || seen_[place] != now) {
       digest = splitmix64(digest ^ splitmix64(place + 1)) ^ checksum_of(values);
@@ -64,10 +71,17 @@ uint64_t ClientStateWatch::digest_of_changes() const {
 }
 
 std::string ClientStateWatch::lines() const {
+  std::map<const void*, std::string> names;
+  for (const zero::Parameter& parameter : state_.parameters) {
+    names[parameter.tensor.unsafeGetTensorImpl()] = parameter.name;
+  }
   std::string text;
-  visit([&](const std::string& parameter, const std::string& name, const at::Tensor& values) {
-    text += cat("the optimizer state ", name, " of ", parameter, "\tvalues of norm ", values.norm().item().toDouble(),
-                ", checksum ", checkpoint::to_hex(checksum_of(values)), '\n');
+  visit([&](const at::Tensor& stepped, const std::string& name, const at::Tensor& values) {
+    // Where it steps on buckets, they are numbered as they come.
+    const auto [known, is_new] = names.try_emplace(stepped.unsafeGetTensorImpl());
+    if (is_new) known->second = cat("bucket ", names.size() - 1 - state_.parameters.size());
+    text += cat("the optimizer state ", name, " of ", known->second, "\tvalues of norm ",
+                values.norm().item().toDouble(), ", checksum ", checkpoint::to_hex(checksum_of(values)), '\n');
   });
   return text;
 }

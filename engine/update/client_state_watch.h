@@ -17,8 +17,9 @@ namespace ds::engine {
 optimizers::NamedStates client_tensors(torch::optim::OptimizerParamState& state);
 
 // Compares which tensors there are, and their versions, with those that note() has seen: no values, so that a step that
-// finds no change does not wait for a device. It looks at optimizers that step on full parameters (stage 0 in float32),
-// whose states data-parallel ranks have alike; of other ones, and of classes of the program's, it finds nothing.
+// finds no change does not wait for a device. It looks at optimizers of torch's classes whose states data-parallel
+// ranks have alike: at stage 0, in memory of the device. Of other ones, and of classes of the program's, it finds
+// nothing.
 class ClientStateWatch {
  public:
   // `state` outlives it.
@@ -37,7 +38,8 @@ class ClientStateWatch {
     int64_t version = 0;
     bool operator==(const Seen&) const = default;
   };
-  // Calls use(parameter, name, tensor) for each tensor of the states, in an order that all ranks have.
+  // Calls use(stepped, name, tensor) for each tensor of the state of each tensor that the optimizer steps on, a
+  // parameter or a whole bucket, in an order that all ranks have.
   template <class Use>
   void visit(const Use& use) const;
 

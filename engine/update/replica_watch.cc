@@ -169,9 +169,8 @@ ReplicaWatch::ReplicaWatch(const ModelState& state, ModelConsistency& consistenc
     : state_(state), consistency_(consistency), every_(every) {
   // Ranks of ZeroOneAdam have weights of their own between its meetings.
   if (state.optimizer.own && state.optimizer.own->name() == "ZeroOneAdam") every_ = 0;
-  if (!state.plan.trains) every_ = 0;
   comm::Communicator& world = *state.ranks.world;
-  if (every_ == 0 || world.size() == 1) return;
+  if (every_ == 0 || world.size() == 1 || !state.plan.trains) return;  // without an optimizer nothing is computed
   if (state.tensor && state.tensor->ranks->size() > 1) {
     watches_generators_ = !share_a_process(*state.tensor->ranks, state.ranks.device);
   }

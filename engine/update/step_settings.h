@@ -19,7 +19,7 @@
 // where all parameters are in that one group.
 //
 // States of a client optimizer of torch's classes that the program has changed between two steps are compared apart,
-// where the optimizer steps on full parameters: a rank may change them to what the others have, so that digests of
+// at stage 0, where all ranks have them: a rank may change them to what the others have, so that digests of
 // changes differ and values do not. Other states are not compared: from stage 1 on each rank has its slice of them.
 #pragma once
 
