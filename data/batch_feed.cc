@@ -1,6 +1,7 @@
 // The batches of a sampler, read ahead as a copy of the sampler predicts them.
 #include <algorithm>
 #include <deque>
+#include <exception>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -80,7 +81,7 @@ void BatchFeed::Parts::predict() {
     Ahead next{.before = copy->state(), .samples = {}, .job = nullptr};
     try {
       next.samples = copy->next_batch();
-    } catch (const Error&) {
+    } catch (const std::exception&) {
       break;
     }
     const bool was_given = std::erase(loaded, static_cast<int64_t>(ahead.size())) > 0;
