@@ -59,7 +59,7 @@ void print_start(const Options& options, const Build& build, ds::engine::Engine&
                                  std::to_string(build.lora->targets.size()) + " layers"
                            : std::string("all weights trained"))
             << "; " << engine.world_size() << " ranks, ZeRO stage " << engine.zero_optimization_stage() << ", "
-            << engine.train_batch_size() << " sequences a step of " << tokens << " tokens" << std::endl;
+            << engine.train_batch_size() << " sequences a step; text of " << tokens << " tokens" << std::endl;
 }
 
 void print_step(ds::engine::Engine& engine, const Options& options, const at::Tensor& loss) {
