@@ -310,7 +310,11 @@ void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
 }
 
 void check_sequence_parallel(const DsConfig& config, JsonProblems& problems) {
-  if (config.sequence_ranks() > 1 || !config.given("sequence_parallel")) return;
+  const SequenceParallelSection& s = config.sequence_parallel;
+  const SequenceParallelSection defaults;
+  const bool is_default =
+      s.attention == defaults.attention && s.order == defaults.order && s.dimension == defaults.dimension;
+  if (config.sequence_ranks() > 1 || is_default) return;
   problems.warning("/sequence_parallel",
                    "has no effect while one rank has whole sequences; set sequence_parallel_size");
 }
