@@ -211,9 +211,10 @@ void OpenScopes::end_gather(bool modifies) {
 
 void ModelConsistency::require_whole(const char* call) const {
   constexpr const char* kMixture =
-      " had failed part of the way: weights and optimizer states are a mixture; load a checkpoint that is whole first";
-  require(!half_loaded_, call, " was called after load_checkpoint()", kMixture);
-  require(!half_stepped_, call, " was called after a step() or a save", kMixture);
+      ": weights and optimizer states are a mixture; load a checkpoint that is whole first";
+  require(!half_loaded_, call, " was called after load_checkpoint() had failed part of the way", kMixture);
+  require(!half_stepped_, call,
+          " was called after a step() had failed part of the way, or a save had found ranks that ", "differ", kMixture);
 }
 
 void ModelConsistency::require_load(bool with_states) const {

@@ -253,10 +253,10 @@ TEST(CallOrder, AMixtureIsNotUsed) {
   CallOrder order = of_program();
   order.consistency.slice_updated();
   EXPECT_TRUE(order.consistency.is_mixture());
-  EXPECT_EQ(
-      refusal(order, Call::kBackward),
-      "backward() was called after a step() or a save had failed part of the way: weights and optimizer states are a "
-      "mixture; load a checkpoint that is whole first");
+  EXPECT_EQ(refusal(order, Call::kBackward),
+            "backward() was called after a step() had failed part of the way, or a save had found ranks that differ: "
+            "weights and optimizer states are a "
+            "mixture; load a checkpoint that is whole first");
   EXPECT_EQ(refusal([&] { order.require_load(false); }),
             "load_checkpoint() without optimizer states was called after a step() had failed part of the way: the "
             "optimizer's are a mixture; load them too");
