@@ -310,7 +310,11 @@ void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
 }
 
 void check_sequence_parallel(const DsConfig& config, JsonProblems& problems) {
-  if (config.sequence_ranks() > 1 || !config.given("sequence_parallel")) return;
+  const SequenceParallelSection& section = config.sequence_parallel;
+  const SequenceParallelSection unused;
+  const bool asks =
+      section.attention != unused.attention || section.order != unused.order || section.dimension != unused.dimension;
+  if (config.sequence_ranks() > 1 || !asks) return;
   problems.warning("/sequence_parallel",
                    "has no effect while one rank has whole sequences; set sequence_parallel_size");
 }
