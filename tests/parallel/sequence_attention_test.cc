@@ -11,6 +11,7 @@
 #include "dsengine/errors.h"
 #include "dsengine/sequence_attention.h"
 #include "tests/parallel/split_ranks.h"
+#include "tests/support/grid.h"
 
 namespace ds::parallel {
 namespace {
@@ -101,19 +102,15 @@ void expect_values_of_one_process(const Attention& attention, const SequenceAtte
 
 // Both ways, all orders, one to four ranks, in float64; as many heads of keys as of queries, fewer, and one.
 TEST(SequenceAttention, IsThatOfOneProcess) {
-  for (const SightCase& sight : sights()) {
-    for (const int ranks : {1, 2, 3, 4}) {
-      for (const SequenceOrder order : {SequenceOrder::kContiguous, SequenceOrder::kZigzag}) {
-        for (const int64_t key_heads : {6, 2, 1}) {
-          SCOPED_TRACE(::testing::Message() << sight.name << ", " << ranks << " ranks, order "
-                                            << static_cast<int>(order) << ", " << key_heads << " heads of keys");
-          SequenceAttentionOptions options = sight.options;
-          options.layout.order = order;
-          expect_values_of_one_process(ring_attention, options, ranks, 6, key_heads, torch::kDouble, 1e-12);
-          expect_values_of_one_process(ulysses_attention, options, ranks, 6, key_heads, torch::kDouble, 1e-12);
-        }
-      }
-    }
+  const std::vector<SequenceOrder> orders = {SequenceOrder::kContiguous, SequenceOrder::kZigzag};
+  for (const auto& [sight, ranks, order, key_heads] :
+       ds::test::grid_sample(2, sights(), std::vector<int>{2, 3, 4, 1}, orders, std::vector<int64_t>{2, 6, 1})) {
+    SCOPED_TRACE(::testing::Message() << sight.name << ", " << ranks << " ranks, order " << static_cast<int>(order)
+                                      << ", " << key_heads << " heads of keys");
+    SequenceAttentionOptions options = sight.options;
+    options.layout.order = order;
+    expect_values_of_one_process(ring_attention, options, ranks, 6, key_heads, torch::kDouble, 1e-12);
+    expect_values_of_one_process(ulysses_attention, options, ranks, 6, key_heads, torch::kDouble, 1e-12);
   }
 }
 
@@ -236,6 +233,9 @@ TEST(SequenceAttention, RingSendsWhatIsSeen) {
       return std::accumulate(values.begin(), values.end(), int64_t{0});
     };
     EXPECT_EQ(total(forward), total(one.readers) * keys_values);
+    // In order, each rank passes on what it has had.
+    if (one.name == "causal")
+      EXPECT_THAT(forward, ::testing::ElementsAre(keys_values, 2 * keys_values, 3 * keys_values, 0));
     // Keys and values once more, and their gradients, which are float32 as well.
     EXPECT_EQ(total(backward), 2 * total(one.readers) * keys_values);
   }

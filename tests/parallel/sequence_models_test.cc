@@ -16,6 +16,7 @@
 #include "examples/gpt/gpt_model.h"
 #include "tests/parallel/llama.h"
 #include "tests/parallel/split_ranks.h"
+#include "tests/support/grid.h"
 
 namespace ds::parallel {
 namespace {
@@ -95,14 +96,11 @@ void expect_attention_of_one_process(const AttentionCase& one, int ranks, const 
 }
 
 TEST(SequenceModels, AttentionOfEveryKindIsThatOfOneProcess) {
-  for (const AttentionCase& one : attention_cases()) {
-    for (const int ranks : {2, 3}) {
-      for (const SequenceMethod method : kMethods) {
-        for (const SequenceOrder order : kOrders) {
-          expect_attention_of_one_process(one, ranks, {.attention = method, .order = order});
-        }
-      }
-    }
+  for (const auto& [one, ranks, method, order] :
+       ds::test::grid_sample(2, attention_cases(), std::vector<int>{2, 3},
+                             std::vector<SequenceMethod>(std::begin(kMethods), std::end(kMethods)),
+                             std::vector<SequenceOrder>(std::begin(kOrders), std::end(kOrders)))) {
+    expect_attention_of_one_process(one, ranks, {.attention = method, .order = order});
   }
 }
 
