@@ -1,5 +1,7 @@
 #include "dsengine/config_efficiency.h"
 
+#include <limits>
+
 #include "config/describe.h"
 #include "config/difficulty_checks.h"
 
@@ -36,7 +38,7 @@ void describe(JsonFields& json, DynamicBatchingSection& s) {
 void describe(JsonFields& json, DataSamplingSection& s) {
   json.field("enabled", s.enabled);
   json.field("num_epochs", s.num_epochs);
-  json.field("num_workers", s.num_workers);
+  json.field("num_workers", s.num_workers, between(0, std::numeric_limits<int>::max()));
   json.field("pin_memory", s.pin_memory);
   json.section("curriculum_learning", s.curriculum_learning, describe, UnknownKeys::kWarn);
   json.section("dynamic_batching", s.dynamic_batching, describe, UnknownKeys::kWarn);

@@ -25,7 +25,11 @@ struct BatchFeed::Parts {
   };
 
   Parts(std::shared_ptr<BatchSampler> asked, Read reads, const FeedOptions& options)
-      : sampler(std::move(asked)), read(std::move(reads)), workers(options) {}
+      : sampler(std::move(asked)),
+        read(std::move(reads)),
+        rank(options.rank),
+        ranks(options.world_size),
+        workers(options) {}
   ~Parts() { forget(); }
   Parts(const Parts&) = delete;
   Parts& operator=(const Parts&) = delete;
@@ -40,9 +44,13 @@ struct BatchFeed::Parts {
   void pass_given();
   Value end_epoch();
   Value result_of(const ReadJob& job);
+  // What a position with in_order = false is good for: the batches of one rank, in their size.
+  nlohmann::json place() const { return {rank, ranks, sampler->batches_per_epoch()}; }
 
   std::shared_ptr<BatchSampler> sampler;
   Read read;
+  int rank;
+  int ranks;
   std::unique_ptr<BatchSampler> copy;  // stands behind the last of `ahead`; null: nothing is predicted
   std::deque<Ahead> ahead;             // the first one is not given
   std::vector<int64_t> loaded;         // batches, counted from the sampler's position, that were given before a resume
@@ -196,7 +204,10 @@ int64_t BatchFeed::batches_per_epoch() const { return parts_->sampler->batches_p
 
 int64_t BatchFeed::epoch() const { return parts_->sampler->state().epoch; }
 
-void BatchFeed::set_epoch(int64_t epoch) { parts_->sampler->set_epoch(epoch); }
+void BatchFeed::set_epoch(int64_t epoch) {
+  parts_->sampler->set_epoch(epoch);
+  parts_->loaded.clear();  // an epoch begins with its first batch
+}
 
 std::chrono::nanoseconds BatchFeed::waited() const { return parts_->waited.total(); }
 
@@ -212,7 +223,9 @@ nlohmann::json BatchFeed::state_dict() const {
   for (size_t place = 0; place < parts_->ahead.size(); ++place) {
     if (parts_->ahead[place].is_given()) given.push_back(static_cast<int64_t>(place));
   }
-  return {{"epoch", at.epoch}, {"next_sample", at.next_sample}, {"seed", at.seed}, {"ahead", given}};
+  nlohmann::json state = {{"epoch", at.epoch}, {"next_sample", at.next_sample}, {"seed", at.seed}, {"ahead", given}};
+  if (!parts_->workers.reading().in_order) state["of"] = parts_->place();
+  return state;
 }
 
 void BatchFeed::load_state_dict(const nlohmann::json& state) {
@@ -222,13 +235,18 @@ void BatchFeed::load_state_dict(const nlohmann::json& state) {
   at.seed = static_cast<uint64_t>(number_of_state(state, "seed"));
   std::vector<int64_t> given;
   for (const auto& place : state.value("ahead", nlohmann::json::array())) {
-    require(place.is_number_integer(), "data loader: expected numbers in \"ahead\" of a position, found ",
-            state.dump());
+    require(place.is_number_integer() && place.get<int64_t>() >= 0,
+            "data loader: expected numbers from 0 on in \"ahead\" of a position, found ", state.dump());
     given.push_back(place.get<int64_t>());
   }
   require(given.empty() || !parts_->workers.reading().in_order,
           "data loader: the position was saved with in_order = false, and some batches were given before earlier ones; "
           "resume with in_order = false");
+  require(!state.contains("of") || state["of"] == parts_->place(),
+          "data loader: expected a position of this rank with in_order = false, [rank, ranks, batches of an epoch] ",
+          parts_->place().dump(), ", found one of ", state.value("of", nlohmann::json()).dump(),
+          "; batches that are given in any order are each rank's own: let every rank save its position (rank_state of ",
+          "checkpoints), and go on with the same ranks and batch size");
   parts_->sampler->load_state(at);
   parts_->forget();
   parts_->loaded = std::move(given);

@@ -141,4 +141,12 @@ c10::IValue map_value(const c10::IValue& value, const std::function<at::Tensor(c
   return value;
 }
 
+at::Tensor Collated<at::Tensor>::of(const std::vector<at::Tensor>& samples, const std::string& where) {
+  return stack_samples(samples, where);
+}
+
+c10::IValue Collated<c10::IValue>::of(const std::vector<c10::IValue>& samples, const std::string& where) {
+  return collate_values(samples, where);
+}
+
 }  // namespace ds::data

@@ -29,7 +29,7 @@ struct SamplerOptions {
   bool shuffle = true;     // false: samples in their own order
   bool drop_last = false;  // true: an incomplete last (global) batch is left out; false: it is shorter, and filled up
                            // to a multiple of world_size with the first samples of the epoch, as torch does
-  EpochOrder order = {};   // in the place of shuffle; asked once for each epoch
+  EpochOrder order = {};   // in the place of shuffle; asked once for each epoch by each copy
 };
 
 // Not thread safe.

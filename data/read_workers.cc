@@ -132,8 +132,14 @@ void Workers::start(const std::shared_ptr<ReadJob>& job) {
       const std::lock_guard lock(mutex_);
       ++worker.jobs;
     }
-    if (!worker.thread) worker.thread = make_owned_where_made<TaskQueue>();
-    worker.thread->push([this, job, part, number] { run_part(*job, part, number); });
+    try {
+      if (!worker.thread) worker.thread = make_owned_where_made<TaskQueue>();
+      worker.thread->push([this, job, part, number] { run_part(*job, part, number); });
+    } catch (...) {  // there is no further thread
+      const std::lock_guard lock(mutex_);
+      --worker.jobs;
+      throw;
+    }
   }
 }
 

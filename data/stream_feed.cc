@@ -99,8 +99,15 @@ void StreamFeed::Parts::begin() {
     return collate(std::vector<Value>(slots->begin(), end));
   };
   for (int64_t i = 0; i < options.batch_size; ++i) job->indices.push_back(base + (begun + i) * ranks());
+  try {
+    workers.start(job);
+  } catch (
+      ...) {  // some readers stand in the middle of the batch: they begin anew behind the last batch that was given
+    job->dropped = true;
+    forget();
+    throw;
+  }
   begun += options.batch_size;
-  workers.start(job);
   batches.push_back({std::move(job), slots});
 }
 

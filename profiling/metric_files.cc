@@ -99,13 +99,13 @@ class OpenMetricsMonitor final : public Monitor {
     }
     // Two names may become one metric: their label tells them apart.
     std::map<std::string, std::string> metrics;
+    metrics["dsengine_samples"] = cat("dsengine_samples{job=\"", escaped(job_), "\"} ", samples_, '\n');
     for (const auto& [name, value] : values_) {
       const std::string metric = metric_name(name);
       metrics[metric] +=
           cat(metric, "{job=\"", escaped(job_), "\",name=\"", escaped(name), "\"} ", metric_value(value), '\n');
     }
-    std::string text =
-        cat("# TYPE dsengine_samples gauge\ndsengine_samples{job=\"", escaped(job_), "\"} ", samples_, '\n');
+    std::string text;
     for (const auto& [metric, lines] : metrics) text += cat("# TYPE ", metric, " gauge\n", lines);
     text += "# EOF\n";
     write_whole_file(path_, text, /*durable=*/false);

@@ -19,6 +19,7 @@
 namespace ds::profiling {
 
 void MonitorList::write_events(const std::vector<Event>& events) {
+  if (events.empty()) return;
   std::erase_if(monitors_, [&](const std::unique_ptr<Monitor>& monitor) {
     try {
       monitor->write_events(events);

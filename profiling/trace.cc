@@ -2,17 +2,18 @@
 #include "dsengine/trace.h"
 
 #include <ATen/Context.h>
+#include <ActivityType.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/csrc/profiler/kineto_shim.h>
 
 #include <algorithm>
 #include <atomic>
 #include <charconv>
-#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <iomanip>
 #include <map>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -20,6 +21,8 @@
 #include <thread>
 #include <utility>
 
+#include "comm/meeting/environment_reader.h"
+#include "comm/meeting/started_place.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/text.h"
@@ -41,11 +44,18 @@ std::atomic<bool>& is_profiled() {
   return is;
 }
 
+// The rank of this process as ds-launch, torchrun, mpirun or srun have set it; 0 where none of them has started it.
 int rank_of_environment() {
-  const char* const text = std::getenv("RANK");
-  int rank = 0;
-  if (text != nullptr) std::from_chars(text, text + std::char_traits<char>::length(text), rank);
-  return rank;
+  if (const std::optional<std::string> text = comm::process_environment("RANK")) {
+    int rank = 0;
+    const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), rank);
+    require<ConfigError>(error == std::errc() && end == text->data() + text->size() && rank >= 0,
+                         "profile(): expected a number from 0 on in the environment variable RANK, found \"", *text,
+                         "\"; correct it, or give ProfileOptions::rank");
+    return rank;
+  }
+  const std::optional<comm::StartedPlace> started = comm::started_place(comm::process_environment);
+  return started ? started->rank : 0;
 }
 
 std::set<ActivityType> activities_of(const std::vector<Activity>& wanted) {
@@ -102,6 +112,8 @@ std::vector<OperatorTimes> Trace::key_averages() const {
   std::map<uint64_t, std::vector<const kineto::KinetoEvent*>> threads;
   for (const kineto::KinetoEvent& event : impl_->result->events()) {
     if (event.name() == "[memory]") continue;
+    // The time on the device between the first and the last kernel of a span is no kernel's.
+    if (event.activityType() == static_cast<uint8_t>(libkineto::ActivityType::GPU_USER_ANNOTATION)) continue;
     if (event.deviceType() == c10::DeviceType::CPU) {
       threads[event.startThreadId()].push_back(&event);
     } else {
@@ -198,7 +210,13 @@ struct Profiler::Impl {
   void end_step() { span.reset(); }
 
   void end_window() {
-    if (!records) return;
+    if (!records) {
+      if (std::exchange(prepared, false)) {  // Kineto ends what it has prepared by a recording alone
+        kineto::enableProfiler(config(), activities);
+        kineto::disableProfiler();
+      }
+      return;
+    }
     span.reset();
     records = prepared = false;
     auto trace = std::make_unique<Trace::Impl>();

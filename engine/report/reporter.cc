@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <utility>
 
 #include "core/log.h"
+#include "core/without_stack.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
 #include "model/state/held_bytes.h"
@@ -23,6 +25,7 @@ std::string list_of(const std::vector<double>& values) {
 
 // Values of Engine::log() are written after so many steps where steps_per_print does not say.
 constexpr int64_t kStepsPerWriting = 10;
+constexpr int64_t kMostStepsHeld = 1000;  // of logged values in memory
 
 // A monitor of the config, and what makes it.
 struct MonitorRow {
@@ -76,8 +79,8 @@ void Reporter::trace_step(int64_t steps) {
   if (!profiler_ || std::exchange(traced_steps_, steps) == steps) return;
   try {
     profiler_->step();
-  } catch (const Error& error) {  // the step has been made
-    log::error(error.what(), ". Training goes on without traces");
+  } catch (const std::exception& error) {  // the step has been made
+    log::error(without_stack(error.what()), ". Training goes on without traces");
     profiler_.reset();
   }
 }
@@ -90,7 +93,8 @@ void Reporter::add_monitor(std::unique_ptr<profiling::Monitor> monitor) {
 }
 
 void Reporter::write_logged(int64_t steps, std::optional<int64_t> epoch_end) {
-  const bool is_time = epoch_end || steps % (steps_per_print_ > 0 ? steps_per_print_ : kStepsPerWriting) == 0;
+  const int64_t every = steps_per_print_ > 0 ? std::min(steps_per_print_, kMostStepsHeld) : kStepsPerWriting;
+  const bool is_time = epoch_end || steps % every == 0;
   if (logged_ && is_time) monitors_.write_events(logged_->take(epoch_end));
 }
 

@@ -60,9 +60,7 @@ using CollatedType = typename Collated<T>::Result;
 template <>
 struct Collated<at::Tensor> {
   using Result = at::Tensor;
-  static Result of(const std::vector<at::Tensor>& samples, const std::string& where) {
-    return stack_samples(samples, where);
-  }
+  static Result of(const std::vector<at::Tensor>& samples, const std::string& where);
 };
 
 template <class T>
@@ -94,9 +92,7 @@ struct Collated<std::string> {
 template <>
 struct Collated<c10::IValue> {
   using Result = c10::IValue;
-  static Result of(const std::vector<c10::IValue>& samples, const std::string& where) {
-    return collate_values(samples, where);
-  }
+  static Result of(const std::vector<c10::IValue>& samples, const std::string& where);
 };
 
 // Collates what `part` takes of each sample.
@@ -172,10 +168,10 @@ template <class A, class B>
 struct Collated<std::pair<A, B>> {
   using Result = std::pair<CollatedType<A>, CollatedType<B>>;
   static Result of(std::vector<std::pair<A, B>> samples, const std::string& where) {
-    auto first = collate_part(
-        samples, where + ".first", [](auto& sample) -> auto& { return sample.first; });
-    return {std::move(first), collate_part(
-                                  samples, where + ".second", [](auto& sample) -> auto& { return sample.second; })};
+    return {collate_part(
+                samples, where + ".first", [](auto& sample) -> auto& { return sample.first; }),
+            collate_part(
+                samples, where + ".second", [](auto& sample) -> auto& { return sample.second; })};
   }
 };
 
@@ -200,8 +196,12 @@ struct Collated<T> {
     result.data = collate_part(
         samples, "data", [](T & sample) -> auto& { return sample.data; });
     if constexpr (requires(T & sample) { sample.target; }) {
+      static_assert(sizeof(T) == sizeof(std::pair<decltype(T::data), decltype(T::target)>),
+                    "list further members in fields()");
       result.target = collate_part(
           samples, "target", [](T & sample) -> auto& { return sample.target; });
+    } else {
+      static_assert(sizeof(T) == sizeof(T::data), "list further members in fields()");
     }
     return result;
   }

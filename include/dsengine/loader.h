@@ -160,7 +160,8 @@ class Loader {
   // The time that loops have waited for batches so far.
   std::chrono::nanoseconds waited() const { return feed_->waited(); }
   // The position behind the last batch, of all ranks: for SaveOptions::client_state. A loader with another number of
-  // ranks or workers, or another batch size, may take it up; with `batches` the number of ranks stays.
+  // ranks or workers, or another batch size, may take it up; with `batches` the number of ranks stays. With in_order =
+  // false it is this rank's own (SaveOptions::rank_state), for the same ranks and batch size.
   nlohmann::json state_dict() const { return feed_->state_dict(); }
   // Goes to a position; parts of a stream then begin there.
   void load_state_dict(const nlohmann::json& state) { feed_->load_state_dict(state); }

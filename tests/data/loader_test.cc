@@ -181,6 +181,17 @@ TEST(Loader, WithoutOrderGivesWhatIsReadAndResumesWithoutARepeat) {
   options.reading.in_order = true;
   Loader ordered(std::make_shared<Gated>(), options);
   EXPECT_THAT([&] { ordered.load_state_dict(position); }, ThrowsMessage<UsageError>(HasSubstr("in_order = false")));
+  options.reading.in_order = false;
+  Loader jumped(std::make_shared<Gated>(), options);
+  jumped.load_state_dict(position);
+  jumped.set_epoch(1);
+  int64_t batches = 0;
+  for (auto& batch : jumped) batches += batch.defined() ? 1 : 0;
+  EXPECT_EQ(batches, 6) << "no batch of another epoch counts as given";
+  options.batch_size = 3;
+  Loader other(std::make_shared<Gated>(), options);
+  EXPECT_THAT([&] { other.load_state_dict(position); },
+              ThrowsMessage<UsageError>(HasSubstr("the same ranks and batch size")));
 }
 
 TEST(Loader, NamesTheSampleThatFailedAndGoesOnBehindIt) {

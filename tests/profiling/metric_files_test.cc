@@ -61,6 +61,11 @@ TEST(OpenMetricsMonitor, ReplacesTheFileWithTheLastValues) {
             "dsengine_x_y{job=\"a \\\"job\\\"\",name=\"x/y\"} NaN\n"
             "# EOF\n");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()), 1) << "no other file stays";
+  monitor->write_events({{"samples", 3, 1600}});
+  const std::string text = test::file_text(folder.path() / "a \"job\".prom");
+  constexpr std::string_view kType = "# TYPE dsengine_samples gauge";
+  EXPECT_EQ(text.find(kType), text.rfind(kType))
+      << "a metric has one type line, also with a name that the file has itself";
 }
 
 // The files of a run, by their path in its folder.
