@@ -66,10 +66,10 @@ struct LogOptions {
 // What Engine::log() does. Calls before a step() belong to that step, and to its place on the x-axis. A value is one
 // number, of any real type and on any device (else UsageError), and is taken over at once: it may be changed
 // afterwards. Nothing waits for a device and nothing is sent in the call. Both happen when values are written: every
-// steps_per_print steps (10 where that is null, at most 1000) and in end_epoch(). One collective over the data-parallel
-// group joins all of them, after one that compares the names. Ranks that have logged other names get a UsageError with
-// the lists of all ranks. Without a monitor values are dropped at once. UsageError for an empty name, one of the
-// engine's own, and one with other options than before.
+// steps_per_print steps (10 where that is null) and in end_epoch(). One collective over the data-parallel group joins
+// all of them, after one that compares the names. Ranks that have logged other names get a UsageError with the lists of
+// all ranks. Without a monitor values are dropped at once. UsageError for an empty name, one of the engine's own, and
+// one with other options than before.
 
 // Writes the values of all calls since the last writing, and the points of names with on_epoch. Collective over
 // data-parallel ranks where there are monitors. Values that were logged after the last writing are lost when the engine

@@ -40,8 +40,7 @@ struct ReadOptions {
   // Puts batches for the CPU into pinned memory; UsageError without an accelerator. Batches for an accelerator travel
   // by way of pinned memory in any case, to which the workers copy them.
   bool pin_memory = false;
-  // true: workers go on from an epoch to the next one, whose first batches they read during the last ones of this; of a
-  // stream the threads alone stay.
+  // true: workers go on from an epoch to the next one, whose first batches they read during the last ones of this.
   // false: their threads end with an epoch.
   bool persistent_workers = false;
   // false: a batch is given as soon as it is read, also before an earlier one that takes longer.
