@@ -115,7 +115,7 @@ int64_t choose_sequence_ranks(DsConfig& config, const ParseOptions& options, Jso
                    cat("expected ", *options.sequence_ranks,
                        ", which the axis sequence of the program's mesh says, found ", own, "; remove one of them"));
   }
-  if (*options.sequence_ranks > 1) config.sequence_parallel_size = *options.sequence_ranks;
+  if (*options.sequence_ranks > 1) config.sequence_parallel_size = options.sequence_ranks;
   return *options.sequence_ranks;
 }
 

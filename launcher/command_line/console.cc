@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
+#include <limits>
+#include <utility>
 
 namespace ds::launcher {
 namespace {
@@ -127,12 +129,15 @@ void Console::write_some() {
 
 void Console::finish(double seconds) {
   using Clock = std::chrono::steady_clock;
-  const Clock::time_point start = Clock::now();
+  Clock::time_point last_taken = Clock::now();
+  size_t queued = std::numeric_limits<size_t>::max();
   for (;;) {
     write_some();
+    const size_t still = outputs_[kOut].queue.size() + outputs_[kErr].queue.size();
+    if (still < std::exchange(queued, still)) last_taken = Clock::now();
     std::vector<pollfd> waits;
     append_waits(waits);
-    const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
+    const double left = seconds - std::chrono::duration<double>(Clock::now() - last_taken).count();
     if (waits.empty() || left <= 0) return;
     poll(waits.data(), waits.size(), static_cast<int>(left * 1000) + 1);
   }

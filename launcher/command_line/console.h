@@ -69,7 +69,8 @@ class Console {
 
   void append_waits(std::vector<pollfd>& waits) const;
   void write_some();
-  void finish(double seconds);  // waits until all is written, at most that long
+  // Waits until all is written, and gives up when nothing has been taken for that long.
+  void finish(double seconds);
 
  protected:
   void put(std::string_view bytes);  // writes them to standard output as they are

@@ -29,6 +29,7 @@ using testing::HasSubstr;
 constexpr int64_t kBatch = 4;
 constexpr int64_t kTime = 12;
 constexpr int64_t kVocab = 48;
+constexpr int64_t kMostLive = 4000;  // elements that are gathered at a time at stage 3
 
 std::vector<double> expected_losses(const std::string& family, bool lora) {
   return read_json(fixture("curves.json")).at(family).at(lora ? "lora" : "full");
@@ -63,7 +64,8 @@ ordered_json config_of(const TrainingRun& run) {
   if (run.stage == 3) {
     zero["stage3_param_persistence_threshold"] = 0;
     zero["stage3_max_reuse_distance"] = 0;
-    zero["stage3_max_live_parameters"] = 4000;
+    zero["stage3_prefetch_bucket_size"] = 0;
+    zero["stage3_max_live_parameters"] = kMostLive;
     zero["reduce_bucket_size"] = 1000;
   }
   if (run.offload) zero["offload_optimizer"] = {{"device", "cpu"}};
@@ -190,8 +192,9 @@ int64_t bytes_of(const torch::nn::Module& model, bool trained) {
 }
 
 // The frozen weights are read in forward, again in the recomputation, and for the gradients of activations. No gradient
-// of theirs arrives, after which they could be released.
-TEST(LlamaStage3, FrozenShardsAreReleasedAfterBackward) {
+// of theirs arrives, after which they could be released: the limit of live parameters holds for them, and the update
+// releases what is left.
+TEST(LlamaStage3, FrozenShardsAreReleasedWithinTheStep) {
   const TrainingRun run{.name = "", .family = "llama", .lora = true, .stage = 3, .data_ranks = 2, .recompute = true};
   ds::test::run_ranks(2, [&](ds::comm::Communicator& ranks) {
     const Trained trained(run, ranks, fixture("llama"), adapter_of(run));
@@ -203,7 +206,7 @@ TEST(LlamaStage3, FrozenShardsAreReleasedAfterBackward) {
       const at::Tensor tokens = tokens_of(step).narrow(0, 2 * ranks.rank(), 2);
       const at::Tensor loss = model.forward(tokens.narrow(1, 0, kTime), tokens.narrow(1, 1, kTime));
       trained.engine->backward(loss);
-      EXPECT_EQ(bytes_of(model, /*trained=*/false), 0) << "after backward of step " << step;
+      EXPECT_LE(bytes_of(model, /*trained=*/false), 4 * kMostLive) << "after backward of step " << step;
       trained.engine->step();
       EXPECT_EQ(bytes_of(model, /*trained=*/false), 0) << "after step " << step;
       const int64_t gathered = trained.engine->model_state_bytes().gathered;
