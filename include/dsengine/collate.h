@@ -124,9 +124,9 @@ struct Collated<std::vector<T>> {
 };
 
 // Maps whose keys are texts.
-template <class Map, class Result_>
+template <class Map, class CollatedResult>
 struct CollatedMap {
-  using Result = Result_;
+  using Result = CollatedResult;
   static Result of(std::vector<Map> samples, const std::string& where) {
     for (size_t i = 1; i < samples.size(); ++i) {
       bool is_same = samples[i].size() == samples.front().size();
@@ -136,10 +136,10 @@ struct CollatedMap {
     Result result;
     for (const auto& entry : samples.front()) {
       const std::string& key = entry.first;
-      result.emplace(key, collate_part(
-                              samples, where + "[\"" + key + "\"]", [&key](Map & sample) -> auto& {
-                                return sample.find(key)->second;
-                              }));
+      result[key] = collate_part(
+          samples, std::string(where).append("[\"").append(key).append("\"]"), [&key](Map & sample) -> auto& {
+            return sample.find(key)->second;
+          });
     }
     return result;
   }
@@ -155,10 +155,10 @@ template <class... T>
 struct Collated<std::tuple<T...>> {
   using Result = std::tuple<CollatedType<T>...>;
   static Result of(std::vector<std::tuple<T...>> samples, const std::string& where) {
-    return [&]<size_t... i>(std::index_sequence<i...>) {
+    return [&]<size_t... kI>(std::index_sequence<kI...>) {
       return Result{collate_part(
-          samples, where + "<" + std::to_string(i) + ">",
-          [](std::tuple<T...> & sample) -> auto& { return std::get<i>(sample); })...};
+          samples, where + "<" + std::to_string(kI) + ">",
+          [](std::tuple<T...> & sample) -> auto& { return std::get<kI>(sample); })...};
     }
     (std::index_sequence_for<T...>());
   }
@@ -175,16 +175,16 @@ struct Collated<std::pair<A, B>> {
   }
 };
 
-template <class T, size_t n>
-struct Collated<std::array<T, n>> {
-  using Result = std::array<CollatedType<T>, n>;
-  static Result of(std::vector<std::array<T, n>> samples, const std::string& where) {
-    return [&]<size_t... i>(std::index_sequence<i...>) {
+template <class T, size_t kN>
+struct Collated<std::array<T, kN>> {
+  using Result = std::array<CollatedType<T>, kN>;
+  static Result of(std::vector<std::array<T, kN>> samples, const std::string& where) {
+    return [&]<size_t... kI>(std::index_sequence<kI...>) {
       return Result{collate_part(
-          samples, where + "[" + std::to_string(i) + "]",
-          [](std::array<T, n> & sample) -> auto& { return sample[i]; })...};
+          samples, where + "[" + std::to_string(kI) + "]",
+          [](std::array<T, kN> & sample) -> auto& { return sample[kI]; })...};
     }
-    (std::make_index_sequence<n>());
+    (std::make_index_sequence<kN>());
   }
 };
 

@@ -105,7 +105,7 @@ void map_tensors(T& value, const F& function) {
     return;
   } else if constexpr (requires { value.begin(); }) {
     for (auto& element : value) map_tensors(element, function);
-  } else if constexpr (requires { std::tuple_size<T>::value; }) {
+  } else if constexpr (requires { std::tuple_size<T>{}; }) {
     std::apply([&](auto&... elements) { (map_tensors(elements, function), ...); }, value);
   }
 }
