@@ -31,7 +31,7 @@ at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
   const bool casts = impl_->state.plan.cast_inputs && input.is_floating_point();
   const at::Tensor arrived = impl_->inputs->upload(impl_->parity ? impl_->parity->given(input) : input);
-  const at::Tensor given = casts ? arrived.to(at::kHalf) : arrived;
+  at::Tensor given = casts ? arrived.to(at::kHalf) : arrived;
   const TensorParts* const axis = impl_->state.tensor.get();
   const int64_t dimension = impl_->config.sequence_parallel.dimension;
   if (axis == nullptr || !axis->cuts_batches || given.dim() <= dimension || is_split(given)) return given;
