@@ -43,9 +43,9 @@ Linear::Shape head_shape(const LlamaConfig& config) { return {.in = config.hidde
 
 at::Tensor Positions::frequencies() const {
   const at::Tensor exponents = at::arange(0, head_size_, 2, at::kFloat) / static_cast<double>(head_size_);
-  const at::Tensor plain = 1.0 / at::pow(rope_.theta, exponents);
+  at::Tensor plain = 1.0 / at::pow(rope_.theta, exponents);
   if (rope_.scaling == RopeConfig::Scaling::kNone) return plain;
-  const at::Tensor divided = plain / rope_.factor;
+  at::Tensor divided = plain / rope_.factor;
   if (rope_.scaling == RopeConfig::Scaling::kLinear) return divided;
   const auto length = static_cast<double>(rope_.original_positions);
   const at::Tensor waves = 2.0 * std::numbers::pi / plain;
@@ -92,7 +92,7 @@ Linear::Linear(const Build& build, const std::string& name, const Shape& shape) 
 }
 
 at::Tensor Linear::forward(const at::Tensor& x) const {
-  const at::Tensor y = at::linear(x, weight, bias);
+  at::Tensor y = at::linear(x, weight, bias);
   if (!lora_a_) return y;
   return y + lora_b_->forward(lora_a_->forward(at::dropout(x, dropout_, is_training()))) * scale_;
 }
