@@ -234,7 +234,10 @@ at::Tensor CausalLm::logits(const at::Tensor& tokens) const {
 }
 
 std::shared_ptr<ds::pipeline::PipelineModule> make_pipeline(const Build& build) {
-  const auto embedding = [build] { return std::make_shared<Embedding>(build); };
+  // Tied tables are made alike on their stages before weights are read, which needs memory for them.
+  Build of_table = build;
+  if (build.config.tie_embeddings) of_table.device = at::kCPU;
+  const auto embedding = [of_table] { return std::make_shared<Embedding>(of_table); };
   // A layer of a module that has no layers in it freezes nothing by itself.
   const auto frozen = [build](auto module) {
     freeze_base(build, *module);
