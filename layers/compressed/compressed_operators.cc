@@ -88,7 +88,7 @@ bool adds_to_product(const CompressedLayer& layer, const c10::IValue* arguments)
 at::Tensor tensor_of_layer(const Places& places, const c10::IValue* arguments) {
   const c10::IValue& given = arguments[places.weight ? *places.weight : *places.bias];
   if (!given.isTensor()) return {};
-  const at::Tensor tensor = given.toTensor();
+  at::Tensor tensor = given.toTensor();
   // Meta: shapes alone.
   if (!tensor.defined() || tensor.is_meta()) return {};
   if (places.role != Role::kTransposed) return tensor;
