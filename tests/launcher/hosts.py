@@ -91,7 +91,7 @@ def start_sshd():
                              f"{SCRATCH}/sshd.{os.uname().nodename}.log"])
 
 
-def wait_until(what, condition, seconds=30):
+def wait_until(what, condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
