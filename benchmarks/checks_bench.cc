@@ -56,7 +56,7 @@ struct Times {
 
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
-// What a step spends on the digests of what reaches the update beside parameters and gradients.
+// Measures the digests, in one step, of what reaches the update beside parameters and gradients.
 double seconds_of_settings(ds::engine::Engine& engine) {
   using Settings = ds::engine::StepSettings;
   Settings& settings = *ds::engine::EngineAccess::impl_of(engine).settings;

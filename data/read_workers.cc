@@ -19,7 +19,7 @@ constexpr size_t kMostNamed = 16;
 // Ends the reading of a batch that nobody wants any more.
 struct Dropped {};
 
-// What this thread reads; null: nothing.
+// The batch and the sample that a thread is reading; a thread without one reads nothing.
 struct Context {
   const ReadJob& job;
   std::atomic<int64_t>* sample;  // where others see the sample; null: nowhere

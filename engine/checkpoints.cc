@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -53,9 +52,8 @@ void warn_of_own_schedule(const Engine::Impl& engine, const std::vector<double>&
 }
 
 bool same_on(comm::Communicator& ranks, c10::Device device, uint64_t digest) {
-  const std::vector<int64_t> all =
-      comm::numbers_of_ranks(ranks, device, {static_cast<int64_t>(digest)}, "what ranks changed before a save");
-  return std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) == all.end();
+  const auto number = static_cast<int64_t>(digest >> 1);
+  return comm::same_number_on_all_ranks(number, device, ranks, "what ranks changed before a save");
 }
 
 // Throws UsageError on all ranks where some have changed or frozen parameters otherwise than others since they were

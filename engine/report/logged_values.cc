@@ -24,7 +24,7 @@
 namespace ds::engine {
 namespace {
 
-// What the engine's own points end with, behind "Train/Samples/".
+// The names of the engine's own points, behind "Train/Samples/".
 constexpr std::array<const char*, 13> kOwnNames = {"train_loss",
                                                    "lr",
                                                    "loss_scale",

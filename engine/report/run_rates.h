@@ -1,4 +1,4 @@
-// What the engine tells its monitors about the speed and the memory of a step.
+// The speed and the memory of a step, as points for the engine's monitors.
 #pragma once
 
 #include <cstdint>

@@ -267,7 +267,7 @@ std::string cut_text(const ParameterSplit& split) {
   return text;
 }
 
-// What an unmodified model on pieces of its batches excludes.
+// Throws ConfigError for features that exclude an unmodified model on pieces of its batches.
 void require_unmodified_fits(const InitializeOptions& options, const config::DsConfig& config) {
   const auto require_off = [&](bool off, const char* what, const char* instead) {
     require<ConfigError>(off, "sequence_parallel_size: ", config.sequence_ranks(), " excludes ", what, " where the ",

@@ -36,7 +36,7 @@ class SharedBatches {
   bool noted_ = false;
 };
 
-// What step() says of ranks whose digests differ.
+// The words of step() for ranks whose digests differ.
 inline constexpr const char* kOtherBatches =
     "that share a batch (sequence_parallel_size) have cut different ones. Read by engine->communicator().rank(), which "
     "they have in common, not by engine->global_rank(), and draw random numbers alike";

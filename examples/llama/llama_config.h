@@ -1,4 +1,4 @@
-// What a decoder of the Llama family computes, read from Hugging Face's config.json: Llama 2 and 3, Mistral, Qwen2,
+// The shape of a decoder of the Llama family, read from Hugging Face's config.json: Llama 2 and 3, Mistral, Qwen2,
 // Qwen3.
 //
 // Plain values. Whatever in the file the model cannot follow is a ds::ConfigError that names file, key and value.

@@ -28,7 +28,7 @@
 
 namespace llama {
 
-// What depends on positions alone, made once for each length and device: rotations, and masks of windows.
+// Tensors that depend on positions alone, made once for each length and device: rotations, and masks of windows.
 class Positions {
  public:
   explicit Positions(const LlamaConfig& config) : rope_(config.rope), head_size_(config.head_size) {}
